@@ -1,0 +1,1 @@
+"""Backends, one a file. Nothing is imported until a location of that kind is used."""

@@ -1,0 +1,450 @@
+"""The CPU backend: NumPy memory and kernels.
+
+A kernel returns the NumPy calls to make, with every argument resolved and constants wrapped as 0-d
+arrays (a Python float operand costs a ufunc twice as much). What has no kernel here runs the op's
+portable body, in f32 for the 16-bit floats.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+import numpy as np
+
+from lazykv.device import CPU, Array, Backend, Call, DeviceLocation, HostArray, Kernel, Step
+from lazykv.dtypes import DType, f32, to_logical
+from lazykv.errors import OutOfMemory
+from lazykv.layout import Layout
+from lazykv.ops import elementwise as ew
+from lazykv.ops.attention import Attention
+from lazykv.ops.matmul import MatMul
+from lazykv.ops.move import Copy, Take
+from lazykv.ops.norm import RmsNorm
+from lazykv.ops.op import Op
+from lazykv.ops.rope import Rope
+from lazykv.ops.sources import ZeroFill
+from lazykv.ops.views import View
+from lazykv.ops.write import WriteSlice, WriteSliceDoff, WriteSliceRotating
+from lazykv.spec import Spec
+from lazykv.symbols import ScalarSlot
+
+_ALIGNMENT = 64
+_Rule = Callable[[Any, tuple[Spec, ...], Spec], bool]
+
+
+class CpuBackend(Backend):
+    """Serves ``cpu``."""
+
+    name: ClassVar[str] = "cpu"
+    xp = np
+
+    def locations(self) -> tuple[DeviceLocation, ...]:
+        return (CPU,)
+
+    def allocate(self, nbytes: int, location: DeviceLocation) -> Array:
+        try:
+            raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
+        except (MemoryError, ValueError) as e:
+            raise OutOfMemory(f"allocate on {location}: got no memory for {nbytes} bytes") from e
+        skip = -raw.ctypes.data % _ALIGNMENT
+        return raw[skip : skip + nbytes]
+
+    def view(self, buffer: Array, dtype: DType, layout: Layout) -> Array:
+        line = buffer.reshape(-1).view(dtype.raw)
+        assert isinstance(layout.offset, int), "a view is made when its offset is known"
+        strides = tuple(s * dtype.itemsize for s in layout.strides)
+        return np.lib.stride_tricks.as_strided(line[layout.offset :], layout.shape, strides)
+
+    def copy_in(self, dest: Array, source: HostArray) -> None:
+        dest[...] = source
+
+    def copy_out(self, source: Array) -> HostArray:
+        return np.array(source, order="C")
+
+    def kernel(self, op: Op, ins: tuple[Spec, ...], out: Spec) -> Kernel | None:
+        for rule, kernel in _KERNELS.get(type(op), ()):
+            if rule(op, ins, out):
+                return kernel
+        if type(op).body is not Op.body and op.destroys is None:
+            return _PORTABLE
+        return None
+
+
+def _any(op: Any, ins: tuple[Spec, ...], out: Spec) -> bool:
+    return True
+
+
+def _all_f32(op: Any, ins: tuple[Spec, ...], out: Spec) -> bool:
+    return all(s.dtype is f32 for s in ins)
+
+
+def _plain_numbers(op: Any, ins: tuple[Spec, ...], out: Spec) -> bool:
+    return not any(s.dtype.is_bits or s.dtype.name == "f16" for s in ins)
+
+
+# Portable bodies
+
+
+def _portable(call: Call) -> Iterable[Step]:
+    return [(_run_body, (call,))]
+
+
+def _run_body(call: Call) -> None:
+    """Run an op's body: operands widened to the dtype arithmetic runs in, the result rounded back."""
+    op, scalars = call.op, call.scalars
+    if op.dims:
+        op = op.map_dims(lambda d: scalars[d.index] if isinstance(d, ScalarSlot) else d)
+    if op.bits:
+        call.out[...] = op.body(np, *call.ins)
+        return
+    wide = [_widen(a, s.dtype) for a, s in zip(call.ins, call.in_specs, strict=True)]
+    # Rounding to a narrower float may overflow to inf, which is the right answer.
+    with np.errstate(over="ignore", invalid="ignore"):
+        to_logical(call.out, call.out_spec.dtype)[...] = op.body(np, *wide)
+
+
+def _widen(array: Array, dtype: DType) -> Array:
+    logical = to_logical(array, dtype)
+    return logical if dtype.compute == dtype.numpy else logical.astype(dtype.compute)
+
+
+_PORTABLE = Kernel(_portable)
+
+
+# Moves and writes: elements are copied as raw bits.
+
+
+def _move(call: Call) -> Iterable[Step]:
+    """A view that had to become a copy: the elements of the source in row-major order."""
+    source = call.ins[0]
+    return [(_assign, (call.out.reshape(source.shape), source))]
+
+
+def _assign(dest: Array, source: Array) -> None:
+    dest[...] = source
+
+
+def _zero_fill(call: Call) -> Iterable[Step]:
+    return [(call.out.fill, (0,))]
+
+
+def _write_slice(call: Call) -> Iterable[Step]:
+    """A slab with fixed bounds is one view made now; else the start is read from its slot."""
+    starts, widths = call.op.starts, call.op.widths
+    out, src = call.out, call.ins[1]
+    dynamic = [a for a, s in enumerate(starts) if isinstance(s, ScalarSlot)]
+    fixed = tuple(
+        slice(None) if a in dynamic else slice(s, s + w)
+        for a, (s, w) in enumerate(zip(starts, widths, strict=True))
+    )
+    slab = out[fixed]
+    if not dynamic:
+        return [(_assign, (slab, src))]
+    if len(dynamic) == 1:
+        # Position first and extents of 1 gone: `rows[p] = row` is the cheapest form NumPy has.
+        axis, width = dynamic[0], widths[dynamic[0]]
+        rows, row = np.moveaxis(slab, axis, 0), np.moveaxis(src, axis, 0)
+        drop = tuple(a for a in range(1, row.ndim) if row.shape[a] == 1)
+        rows, row = np.squeeze(rows, drop), np.squeeze(row, drop)
+        slot = starts[axis].index
+        if width == 1:
+            return [(_write_row, (rows, call.scalars, slot, row[0, ...]))]
+        return [(_write_rows, (rows, call.scalars, slot, width, row))]
+    return [(_write_slab, (call.op, slab, src, call.scalars))]
+
+
+def _write_row(rows: Array, scalars: list[int], slot: int, row: Array) -> None:
+    rows[scalars[slot]] = row
+
+
+def _write_rows(rows: Array, scalars: list[int], slot: int, width: int, source: Array) -> None:
+    start = scalars[slot]
+    rows[start : start + width] = source
+
+
+def _write_slab(op: WriteSlice, slab: Array, src: Array, scalars: list[int]) -> None:
+    at = op.map_dims(lambda d: scalars[d.index] if isinstance(d, ScalarSlot) else 0)
+    starts = [
+        s if isinstance(d, ScalarSlot) else 0 for s, d in zip(at.starts, op.starts, strict=True)
+    ]
+    slab[tuple(slice(s, s + w) for s, w in zip(starts, op.widths, strict=True))] = src  # type: ignore[operator]
+
+
+def _write_at(call: Call) -> Iterable[Step]:
+    axis = call.op.axis
+    rows, source = np.moveaxis(call.out, axis, 0), np.moveaxis(call.ins[1], axis, 0)
+    return [(_write_at_offset, (call.op, rows, source, call.ins[2]))]
+
+
+def _write_at_offset(op: WriteSliceDoff, rows: Array, source: Array, offset: Array) -> None:
+    n = len(source)
+    start = op.start(int(offset), n, len(rows))
+    rows[start : start + n] = source
+
+
+def _write_rotating(call: Call) -> Iterable[Step]:
+    axis = call.op.axis
+    rows, source = np.moveaxis(call.out, axis, 0), np.moveaxis(call.ins[1], axis, 0)
+    return [(_write_ring, (call.op, rows, source, call.ins[2]))]
+
+
+def _write_ring(op: WriteSliceRotating, ring: Array, source: Array, position: Array) -> None:
+    for slot, row, n in op.pieces(int(position), len(source)):
+        ring[slot : slot + n] = source[row : row + n]
+
+
+def _take(call: Call) -> Iterable[Step]:
+    return [(_take_rows, (call.op, call.ins[0], call.ins[1], call.out))]
+
+
+def _take_rows(op: Take, table: Array, ids: Array, out: Array) -> None:
+    if ids.size:
+        op.check(int(ids.min()), int(ids.max()), len(table))
+        # mode="clip" only because "raise" buffers the output; ids are known to be in range.
+        np.take(table, ids, axis=0, out=out, mode="clip")
+
+
+# Arithmetic in f32, or in whatever NumPy computes in natively.
+
+
+def _binary(call: Call) -> Iterable[Step]:
+    return [(getattr(np, call.op.ufunc), (call.ins[0], call.ins[1], call.out))]
+
+
+def _binary_scalar(call: Call) -> Iterable[Step]:
+    number = np.asarray(call.op.value, dtype=call.ins[0].dtype)
+    pair = (number, call.ins[0]) if call.op.reverse else (call.ins[0], number)
+    return [(getattr(np, call.op.ufunc), (*pair, call.out))]
+
+
+def _silu(call: Call) -> Iterable[Step]:
+    return [(_silu_into, (call.ins[0], call.out))]
+
+
+_ONE = np.asarray(1, np.float32)
+
+
+def _silu_into(x: Array, out: Array) -> None:
+    # exp overflows to inf for x below about -88, and x / inf is the right -0.
+    with np.errstate(over="ignore"):
+        np.negative(x, out)
+        np.exp(out, out)
+    np.add(out, _ONE, out)
+    np.divide(x, out, out)
+
+
+def _matmul(call: Call) -> Iterable[Step]:
+    a, b, out = call.ins[0], call.ins[1], call.out
+    if b.ndim == 2 and a.size == a.shape[-1]:
+        # dot on vectors goes straight to gemv; matmul costs twice as much per call.
+        return [(np.dot, (a.reshape(-1), b, out.reshape(-1)))]
+    if b.ndim == 2 and a.flags.c_contiguous:
+        rows = (-1, a.shape[-1]) if a.shape[-1] else (a.size, 0)
+        return [(np.dot, (a.reshape(rows), b, out.reshape(-1, out.shape[-1])))] if out.size else []
+    return [(np.matmul, (a, b, out))]
+
+
+def _rms_norm_scratch(op: Any, ins: tuple[Spec, ...], out: Spec) -> tuple[Spec, ...]:
+    return (Spec((*out.shape[:-1], 1), f32),)
+
+
+def _rms_norm(call: Call) -> Iterable[Step]:
+    (x, weight), out, scale = call.ins, call.out, call.scratch[0]
+    width = np.asarray(x.shape[-1], np.float32)
+    eps = np.asarray(call.op.eps, np.float32)
+    squares: Step = (_row_squares, (x, scale))
+    if x.size == x.shape[-1]:  # one row: its sum of squares is one dot product
+        line, scale = x.reshape(-1), scale.reshape(())
+        squares = (np.dot, (line, line, scale))
+    return [
+        squares,
+        (np.divide, (scale, width, scale)),
+        (np.add, (scale, eps, scale)),
+        (np.sqrt, (scale, scale)),
+        (np.divide, (x, scale, out)),
+        (np.multiply, (out, weight, out)),
+    ]
+
+
+def _row_squares(x: Array, out: Array) -> None:
+    np.einsum("...i,...i->...", x, x, out=out[..., 0])
+
+
+def _rope_scratch(op: Rope, ins: tuple[Spec, ...], out: Spec) -> tuple[Spec, ...]:
+    return (Spec((*ins[1].shape, 2), f32),)
+
+
+def _rope_rule(op: Rope, ins: tuple[Spec, ...], out: Spec) -> bool:
+    return op.interleaved and _all_f32(op, ins, out)
+
+
+def _rope(call: Call) -> Iterable[Step]:
+    """Pairs side by side are complex numbers, and rotating them is one multiplication."""
+    (x, cos, sin), out, table = call.ins, call.out, call.scratch[0]
+    if x.strides[-1] != x.itemsize:
+        return _portable(call)
+    turn = table.view(np.complex64)[..., 0]
+    if turn.ndim == 3:
+        turn = turn[:, None]
+    real, imaginary = table[..., 0], table[..., 1]
+    return [
+        (_assign, (real, cos)),
+        (_assign, (imaginary, sin)),
+        (np.multiply, (x.view(np.complex64), turn, out.view(np.complex64))),
+    ]
+
+
+_SCORE_BYTES = 4 << 20
+"""Scratch for attention scores of several queries: stay in the L2/L3 caches."""
+
+
+def _query_block(op: Attention, ins: tuple[Spec, ...]) -> int:
+    """Queries handled at once, so that their scores over all S rows fit the scratch bound."""
+    heads, queries, rows = ins[0].shape[1], ins[0].shape[2], ins[1].shape[2]
+    groups = heads // ins[1].shape[1]
+    return max(1, min(queries, _SCORE_BYTES // max(1, 4 * groups * rows)))
+
+
+def _attention_rule(op: Attention, ins: tuple[Spec, ...], out: Spec) -> bool:
+    return _all_f32(op, ins[:3], out) and not op.has_mask and out.size > 0
+
+
+def _attention_scratch(op: Attention, ins: tuple[Spec, ...], out: Spec) -> tuple[Spec, ...]:
+    q, k = ins[0].shape, ins[1].shape
+    groups = q[1] // k[1]
+    if q[2] == 1:
+        return (Spec((k[1] * groups * k[2],), f32), Spec((k[1], groups, q[3]), f32),
+                Spec((k[1], groups, 1), f32))  # fmt: skip
+    block = _query_block(op, ins)
+    return (Spec((groups * block * k[2],), f32), Spec((groups, block, q[3]), f32),
+            Spec((groups, block, 1), f32))  # fmt: skip
+
+
+def _attention(call: Call) -> Iterable[Step]:
+    q, k, v = call.ins[:3]
+    op: Attention = call.op
+    scale = np.asarray(op.scale, np.float32)
+    length = _length_reader(call)
+    steps: list[Step] = []
+    if op.has_length:
+        steps.append((_check_length, (op, *call.in_specs[:2], call.ins[-1])))
+    for b in range(q.shape[0]):
+        if q.shape[2] == 1:
+            groups = q.shape[1] // k.shape[1]
+            shape = (k.shape[1], groups, q.shape[3])
+            args = (q[b].reshape(shape), np.swapaxes(k[b], 1, 2), v[b],
+                    call.out[b].reshape(*shape[:2], v.shape[3]))  # fmt: skip
+            steps.append((_attend_one, (op, scale, length, *args, *call.scratch)))
+        else:
+            args = (q[b], k[b], v[b], call.out[b])
+            steps.append((_attend_many, (op, scale, length, *args, *call.scratch)))
+    return steps
+
+
+def _length_reader(call: Call) -> tuple[Any, Any]:
+    """(container, index) that give the live length when the kernel runs."""
+    op: Attention = call.op
+    if op.has_length:
+        return (call.ins[-1], ())
+    if isinstance(op.length, ScalarSlot):
+        return (call.scalars, op.length.index)
+    return ([call.ins[1].shape[2] if op.length is None else op.length], 0)
+
+
+def _check_length(op: Attention, q: Spec, k: Spec, length: Array) -> None:
+    op.check_live(int(length), (q, k))
+
+
+def _attend_one(
+    op: Attention, scale: Array, source: tuple[Any, Any], q: Array, kt: Array, v: Array, out: Array,
+    flat: Array, scaled: Array, total: Array,
+) -> None:  # fmt: skip
+    """One query per head: q ``[Hkv, G, D]``, kt ``[Hkv, D, S]``, v ``[Hkv, S, Dv]``.
+
+    The softmax stays unnormalized and the ``[G, Dv]`` result is divided instead.
+    """
+    live = int(source[0][source[1]])
+    first = 0 if op.window is None else max(0, live - op.window)
+    n = live - first
+    if n == 0:
+        out.fill(0)
+        return
+    heads, groups, _ = q.shape
+    scores = flat[: heads * groups * n].reshape(heads, groups, n)
+    np.multiply(q, scale, scaled)
+    np.matmul(scaled, kt[:, :, first:live], scores)
+    np.maximum.reduce(scores, 2, None, total, True)
+    _exp_in_place(scores, total)
+    np.add.reduce(scores, 2, None, total, True)
+    np.matmul(scores, v[:, first:live], out)
+    _divide_rows(out, total)
+
+
+def _exp_in_place(scores: Array, top: Array) -> None:
+    np.subtract(scores, top, scores)
+    np.exp(scores, scores)
+
+
+def _divide_rows(out: Array, total: Array) -> None:
+    np.divide(out, total, out)
+
+
+def _attend_many(
+    op: Attention, scale: Array, source: tuple[Any, Any], q: Array, k: Array, v: Array, out: Array,
+    flat: Array, scaled: Array, total: Array,
+) -> None:  # fmt: skip
+    """Several queries: one key head and a block of queries at a time, rows nobody sees left out.
+
+    q ``[Hq, Sq, D]``, k ``[Hkv, S, D]``, v ``[Hkv, S, Dv]``.
+    """
+    queries, block, groups = q.shape[1], scaled.shape[1], scaled.shape[0]
+    live = int(source[0][source[1]])
+    place = live - queries
+    for head in range(k.shape[0]):
+        mine = slice(head * groups, (head + 1) * groups)
+        for start in range(0, queries, block):
+            stop = min(start + block, queries)
+            last = place + stop if op.causal else live
+            first = 0 if op.window is None else max(0, place + start + 1 - op.window)
+            m, n = stop - start, last - first
+            if n <= 0:
+                out[mine, start:stop] = 0
+                continue
+            part, scores = scaled[:, :m], flat[: groups * m * n].reshape(groups, m, n)
+            np.multiply(q[mine, start:stop], scale, part)
+            np.matmul(part, k[head, first:last].T, scores)
+            if op.causal or op.window is not None:
+                seen = _visible(op, place + start, place + stop, first, last)
+                np.copyto(scores, np.float32(-np.inf), where=~seen)
+            np.maximum.reduce(scores, 2, None, total[:, :m], True)
+            _exp_in_place(scores, total[:, :m])
+            np.add.reduce(scores, 2, None, total[:, :m], True)
+            out[mine, start:stop] = np.matmul(scores, v[head, first:last])
+            _divide_rows(out[mine, start:stop], total[:, :m])
+
+
+def _visible(op: Attention, start: int, stop: int, first: int, last: int) -> Array:
+    """``[queries, rows]`` bool for queries at positions start..stop and rows first..last."""
+    place, rows = np.arange(start, stop)[:, None], np.arange(first, last)[None]
+    seen = rows <= place if op.causal else rows >= 0
+    return seen if op.window is None else seen & (rows > place - op.window)
+
+
+_KERNELS: dict[type[Op], list[tuple[_Rule, Kernel]]] = {
+    ZeroFill: [(_any, Kernel(_zero_fill))],
+    WriteSlice: [(_any, Kernel(_write_slice))],
+    WriteSliceDoff: [(_any, Kernel(_write_at))],
+    WriteSliceRotating: [(_any, Kernel(_write_rotating))],
+    Copy: [(_any, Kernel(_move))],
+    Take: [(_any, Kernel(_take))],
+    MatMul: [(_all_f32, Kernel(_matmul))],
+    RmsNorm: [(_all_f32, Kernel(_rms_norm, _rms_norm_scratch))],
+    Rope: [(_rope_rule, Kernel(_rope, _rope_scratch))],
+    Attention: [(_attention_rule, Kernel(_attention, _attention_scratch))],
+    ew.Silu: [(_all_f32, Kernel(_silu))],
+}
+for _view in View.__subclasses__():
+    _KERNELS[_view] = [(_any, Kernel(_move))]
+for _op in (*ew.Binary.__subclasses__(), *ew.Compare.__subclasses__()):
+    _KERNELS[_op] = [(_plain_numbers, Kernel(_binary))]
+for _op in ew.BinaryScalar.__subclasses__():
+    _KERNELS[_op] = [(_plain_numbers, Kernel(_binary_scalar))]

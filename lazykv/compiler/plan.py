@@ -1,0 +1,452 @@
+"""Plan: a program with its data, its memory and its calls resolved, ready to run again and again."""
+
+import hashlib
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from lazykv import counters
+from lazykv.compiler.ir import Output
+from lazykv.compiler.manifest import Manifest
+from lazykv.compiler.program import Home, Program, ProgramStep, Register
+from lazykv.device import (
+    Array,
+    Backend,
+    Call,
+    HostArray,
+    Step,
+    device,
+    generation,
+    host_array,
+    topology_epoch,
+)
+from lazykv.dtypes import dtype, to_logical, to_raw
+from lazykv.errors import (
+    BindingError,
+    KernelError,
+    LazyKvError,
+    RangeError,
+    SessionBusy,
+    SymbolError,
+    TopologyChanged,
+)
+from lazykv.graph import Tensor
+from lazykv.ids import PlanId, next_plan_id
+from lazykv.layout import Layout
+from lazykv.ops.sources import Alloc, Placeholder
+from lazykv.spec import Spec
+from lazykv.storage import Claim, Storage, acquire_all, release_all
+from lazykv.symbols import EnvLike, ScalarSlot, Sym, SymEnv, as_expr
+
+Bindings: TypeAlias = Mapping[Tensor, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Moving:
+    """A register whose view moves with a symbol: made anew each time it is used."""
+
+    backend: Backend
+    buffer: Array
+    register: Register
+
+    def view(self, scalars: list[int]) -> Array:
+        layout = self.register.layout
+        assert isinstance(layout.offset, ScalarSlot), "only symbolic offsets move"
+        at = Layout(scalars[layout.offset.index], layout.shape, layout.strides)
+        return self.backend.view(self.buffer, self.register.spec.dtype, at)
+
+
+class Plan:
+    """A compiled graph that can be run again with other data.
+
+    `run` takes placeholder bindings (Storages by reference, arrays copied in) and symbol values,
+    and returns fresh NumPy arrays. One plan runs in one thread at a time; a second concurrent call
+    raises `SessionBusy`.
+    """
+
+    def __init__(
+        self, program: Program, leaves: Sequence[Tensor], symbols: Sequence[Sym], *,
+        single: bool = False, kept: Mapping[Tensor, Storage] | None = None,
+    ) -> None:  # fmt: skip
+        self.id: PlanId = next_plan_id()
+        self.program = program
+        self.leaves = tuple(leaves)
+        self.symbols = tuple(symbols)
+        self.single = single
+        self.runs = 0
+        self._position = {t: n for n, t in enumerate(self.leaves)}
+        self._storages: list[Storage | None] = [None] * len(self.leaves)
+        self._inputs: dict[int, Storage] = {}
+        self._scalars = [0] * len(program.scalars)
+        self._values = [0] * len(self.symbols)
+        self._results: list[Any] = [None] * len(program.results)
+        self._running = threading.Lock()
+        self._arrays: list[Any] = [None] * len(program.registers)
+        self._step_calls: list[tuple[Step, ...]] = [()] * len(program.steps)
+        self._calls: list[Step] = []
+        self._claims: tuple[Claim, ...] = ()
+        self._stale = set(range(len(self.leaves)))
+        self._epoch = topology_epoch()
+        self._generations = {place: generation(place) for place in program.locations}
+        self._arenas = {
+            place: Storage.allocate((size,), "u8", place) for place, size in program.arenas.items()
+        }
+        self._bytes_moved = sum(_moved(program, s) for s in program.steps)
+        for n, t in enumerate(self.leaves):
+            if t.data is not None:
+                self._storages[n] = t.data
+            elif isinstance(t.op, Alloc):
+                self._storages[n] = (kept or {}).get(t) or Storage.allocate(
+                    t.shape, t.dtype, t.op.location
+                )
+        self._fill_fixed_registers()
+
+    # What a plan is
+
+    @property
+    def steps(self) -> tuple[ProgramStep, ...]:
+        """The kernel calls in order, over integer registers."""
+        return self.program.steps
+
+    @property
+    def node_count(self) -> int:
+        return len(self.program.nodes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes one run holds beyond the storages bound to it: the arenas of intermediates and
+        scratch, copied-in inputs, private allocations and the results."""
+        own = sum(s.nbytes for s in self._inputs.values())
+        for t, s in zip(self.leaves, self._storages, strict=True):
+            own += s.nbytes if s is not None and isinstance(t.op, Alloc) else 0
+        return self.program.arena_bytes + self.program.result_bytes + own
+
+    @property
+    def manifest(self) -> Manifest:
+        """What is baked (by name) and what is bound."""
+        baked: dict[str, object] = {"structure": self.structure}
+        for n, (t, s) in enumerate(zip(self.leaves, self._storages, strict=True)):
+            if s is not None and n not in self._inputs:
+                baked[f"storage:{leaf_name(t, n)}"] = int(s.id)
+        for place, count in self._generations.items():
+            baked[f"generation:{place}"] = count
+        for sym in self.symbols:
+            baked[f"range:{sym.name}"] = (sym.low, sym.high)
+        bound = {
+            leaf_name(t, n): str(t.spec)
+            for n, t in enumerate(self.leaves)
+            if isinstance(t.op, Placeholder) and (n in self._inputs or self._storages[n] is None)
+        }
+        bound.update({sym.name: "symbol" for sym in self.symbols})
+        return Manifest(baked, bound)
+
+    @property
+    def structure(self) -> str:
+        """A digest of the structural key, equal in every process."""
+        return hashlib.sha256(repr(self.program.key).encode()).hexdigest()[:16]
+
+    def describe(self) -> str:
+        """A few lines for people; `lazykv plan` prints more."""
+        p = self.program
+        lines = [
+            f"plan {self.id}: {len(p.steps)} steps, {len(p.nodes)} nodes, {len(p.edges)} ordering "
+            f"edges, {len(p.copies)} safety copies, arena {p.arena_bytes} bytes, peak "
+            f"{self.peak_bytes} bytes"
+        ]
+        for n, step in enumerate(p.steps):
+            ins = ", ".join(f"r{i}:{p.registers[i].spec}" for i in step.inputs)
+            lines.append(f"  {n}: r{step.output} = {step.op.name}({ins})")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"Plan(id={self.id}, {len(self.program.steps)} steps, runs={self.runs})"
+
+    # Binding
+
+    def bind(self, tensor: Tensor, value: object) -> None:
+        """Bind a placeholder: a Storage by reference, anything else copied in.
+
+        A tensor the plan does not need is ignored. Raises `BindingError` unless shape, dtype and
+        location are what the placeholder declares; nothing is cast.
+        """
+        n = self._position.get(tensor)
+        if n is None:
+            return
+        if not isinstance(tensor.op, Placeholder):
+            raise BindingError(f"bind: got {tensor!r}, need a placeholder")
+        if isinstance(value, Storage):
+            self._bind_storage(n, value)
+        else:
+            array = host_array(value)
+            check_input(leaf_name(tensor, n), tensor.spec, array)
+            leaf = self.program.leaves[n]
+            store = self.input_storage(n)
+            with store.write() as dest:
+                device(leaf.location).backend.copy_in(dest, to_raw(array))
+
+    def input_storage(self, n: int) -> Storage:
+        """The plan's own buffer for a placeholder that takes arrays."""
+        leaf = self.program.leaves[n]
+        if n not in self._inputs:
+            self._inputs[n] = Storage.allocate(leaf.spec.shape, leaf.spec.dtype, leaf.location)
+        if self._storages[n] is not self._inputs[n]:
+            self._storages[n] = self._inputs[n]
+            self._stale.add(n)
+        return self._inputs[n]
+
+    def _bind_storage(self, n: int, store: Storage) -> None:
+        leaf, who = self.program.leaves[n], leaf_name(self.leaves[n], n)
+        if store.spec != leaf.spec:
+            raise BindingError(f"placeholder {who}: got {store.spec}, need {leaf.spec}")
+        if store.location != leaf.location:
+            raise BindingError(
+                f"placeholder {who}: got a storage on {store.location}, need one on {leaf.location}"
+            )
+        self._inputs.pop(n, None)
+        if self._storages[n] is not store:
+            self._storages[n] = store
+            self._stale.add(n)
+
+    def _fill_fixed_registers(self) -> None:
+        """Registers that lie in arenas never move."""
+        for n, r in enumerate(self.program.registers):
+            if r.home is Home.ARENA:
+                buffer = self._arenas.get(r.location)
+                backend = device(r.location).backend
+                raw = (
+                    buffer.array[r.index :]
+                    if buffer is not None
+                    else backend.allocate(0, r.location)
+                )
+                raw = (
+                    raw[: r.spec.nbytes] if r.layout.is_contiguous and r.layout.offset == 0 else raw
+                )
+                self._arrays[n] = self._operand(backend, _typed(raw, r), r)
+
+    def _operand(self, backend: Backend, buffer: Array, r: Register) -> Any:
+        if isinstance(r.layout.offset, ScalarSlot):
+            return _Moving(backend, buffer, r)
+        return backend.view(buffer, r.spec.dtype, r.layout)
+
+    def resolve(self) -> None:
+        """Make the calls for leaves whose storage changed; everything is checked first."""
+        if not self._stale:
+            return
+        self._check_bindings()
+        for n, r in enumerate(self.program.registers):
+            if r.home is Home.LEAF and r.index in self._stale:
+                store = self._storages[r.index]
+                assert store is not None, "checked above"
+                self._arrays[n] = self._operand(device(r.location).backend, store.array, r)
+        registers = self.program.registers
+        first = not self._calls
+        for n, step in enumerate(self.program.steps):
+            used = (*step.inputs, step.output)
+            if first or any(
+                registers[i].home is Home.LEAF and registers[i].index in self._stale for i in used
+            ):
+                self._step_calls[n] = tuple(self._emit(step))
+        self._calls = [call for calls in self._step_calls for call in calls]
+        self._claims = self._make_claims()
+        self._stale.clear()
+
+    def _check_bindings(self) -> None:
+        users: dict[int, list[int]] = {}
+        for n, store in enumerate(self._storages):
+            name = leaf_name(self.leaves[n], n)
+            if store is None:
+                raise BindingError(
+                    f"placeholder {name}: got no binding, need {self.leaves[n].spec}"
+                )
+            if self.program.leaves[n].written:
+                store.check_writable()
+            users.setdefault(store.id, []).append(n)
+        for same in users.values():
+            if len(same) > 1 and any(self.program.leaves[n].written for n in same):
+                names = " and ".join(leaf_name(self.leaves[n], n) for n in same)
+                raise BindingError(
+                    f"{names}: got one storage for all of them, need separate ones, because the "
+                    "plan writes it"
+                )
+
+    def _make_claims(self) -> tuple[Claim, ...]:
+        claims: dict[int, Claim] = {}
+        for leaf, store in zip(self.program.leaves, self._storages, strict=True):
+            if store is not None and not store.frozen and not self._is_private(store):
+                written = leaf.written or (store.id in claims and claims[store.id][1])
+                claims[store.id] = (store, written)
+        return tuple(claims[i] for i in sorted(claims))
+
+    def _is_private(self, store: Storage) -> bool:
+        return any(store is s for s in self._inputs.values())
+
+    def _emit(self, step: ProgramStep) -> Iterable[Step]:
+        """The calls of one step, with arrays in place of registers."""
+        registers = self.program.registers
+        operands = tuple(self._arrays[i] for i in step.inputs)
+        if isinstance(step.op, Output):
+            backend = device(registers[step.output].location).backend
+            return [(self._hand_over, (step.op.position, backend, operands[0]))]
+        out = self._arrays[step.output]
+        scratch = tuple(self._arrays[i] for i in step.scratch)
+        specs = tuple(registers[i].spec for i in step.inputs)
+        call = Call(
+            step.op, operands, out, specs, registers[step.output].spec, scratch, self._scalars
+        )
+        assert step.kernel is not None, "only results have no kernel"
+        if any(isinstance(a, _Moving) for a in (*operands, out)):
+            return [(_run_moving, (step.kernel, call))]
+        return step.kernel.emit(call)
+
+    def _hand_over(self, position: int, backend: Backend, operand: Any) -> None:
+        array = operand.view(self._scalars) if isinstance(operand, _Moving) else operand
+        self._results[position] = backend.copy_out(array)
+
+    # Running
+
+    def run(self, bindings: Bindings | None = None, env: EnvLike = None) -> Any:
+        """Bind, check, run; returns one fresh array, or a list if the plan was made for a list."""
+        if not self._running.acquire(blocking=False):
+            raise SessionBusy(
+                f"plan {self.id}: got a call while it runs, need one thread at a time"
+            )
+        try:
+            for tensor, value in (bindings or {}).items():
+                self.bind(tensor, value)
+            self.set_symbols(env)
+            results = self.execute()
+        finally:
+            self._running.release()
+        return results[0] if self.single else results
+
+    def set_symbols(self, env: EnvLike) -> None:
+        """Take symbol values and check every condition on them; nothing has run yet."""
+        given: Any = env._values if isinstance(env, SymEnv) else env or {}
+        values, scalars = self._values, self._scalars
+        for n, sym in enumerate(self.symbols):
+            if sym not in given:
+                raise SymbolError(f"symbol {sym.name!r}: got no value, need one in env")
+            value = given[sym]
+            if type(value) is not int:
+                value = as_expr(value).const
+            if value < sym.low or (sym.high is not None and value > sym.high):
+                sym.check(value)
+            values[n] = value
+        for slot, scalar in enumerate(self.program.scalars):
+            total = scalar.const
+            for n, factor in scalar.terms:
+                total += factor * values[n]
+            scalars[slot] = total
+        for c in self.program.checks:
+            if not c.low <= scalars[c.slot] <= c.high:
+                raise _out_of_bounds(c.who, c.what, scalars[c.slot], c.low, c.high)
+
+    def execute(self) -> list[HostArray]:
+        """Walk the calls with the storages locked; bindings and symbols are in place."""
+        if self._epoch != topology_epoch():
+            self.check_topology()
+        if self._stale:
+            self.resolve()
+        claims = self._claims
+        acquire_all(claims)
+        try:
+            calls = iter(self._calls)
+            try:
+                for f, args in calls:
+                    f(*args)
+            except BaseException as e:
+                error = self._failed(e, calls)
+                if error is e:
+                    raise
+                raise error from e
+            for store, written in claims:
+                if written:
+                    store.version += 1
+        finally:
+            release_all(claims)
+        self.runs += 1
+        counters.add(kernels_run=len(self.program.steps), bytes_moved=self._bytes_moved)
+        results = [
+            to_logical(array, spec.dtype)
+            for array, spec in zip(self._results, self.program.results, strict=True)
+        ]
+        self._results[:] = [None] * len(results)
+        return results
+
+    def check_topology(self) -> None:
+        """Refuse to run against another backend than the one planned for."""
+        for place, planned in self._generations.items():
+            now = generation(place)
+            if now != planned:
+                raise TopologyChanged(
+                    f"plan {self.id}: got generation {now} of {place}, need {planned}; plan again"
+                )
+        self._epoch = topology_epoch()
+
+    def _failed(self, e: BaseException, calls: Iterator[Step]) -> BaseException:
+        """The error to raise: storages written so far are accounted for, the node is named."""
+        left = calls.__length_hint__()  # type: ignore[attr-defined]
+        index = len(self._calls) - left - 1
+        step_at = [n for n, cs in enumerate(self._step_calls) for _ in cs][index]
+        step = self.program.steps[step_at]
+        refused = isinstance(e, LazyKvError)
+        for n, done in enumerate(self.program.steps[: step_at + 1]):
+            register = self.program.registers[done.output]
+            if done.op.destroys is None or register.home is not Home.LEAF:
+                continue
+            store = self._storages[register.index]
+            assert store is not None, "a running plan is bound"
+            if n < step_at:
+                store.version += 1
+            elif not refused:
+                store.torn = True
+        specs = ", ".join(str(self.program.registers[i].spec) for i in step.inputs)
+        label = f"{step.op.name}[{step.node}] of ({specs})"
+        self._results[:] = [None] * len(self._results)
+        if refused or not isinstance(e, Exception):
+            e.add_note(f"in {label}, step {step_at} of plan {self.id}")
+            return e
+        return KernelError(
+            f"{label}: got {type(e).__name__}: {e} in step {step_at}, need it to run"
+        )
+
+
+def _out_of_bounds(who: str, what: str, value: int, low: int, high: int) -> LazyKvError:
+    return RangeError(f"{who}: got {what} = {value}, need {low} <= value <= {high}")
+
+
+def _run_moving(kernel: Any, call: Call) -> None:
+    """Run a kernel some of whose operands move with a symbol: resolve them, then its calls."""
+    at = [a.view(call.scalars) if isinstance(a, _Moving) else a for a in (*call.ins, call.out)]
+    now = Call(
+        call.op, tuple(at[:-1]), at[-1], call.in_specs, call.out_spec, call.scratch, call.scalars
+    )
+    for f, args in kernel.emit(now):
+        f(*args)
+
+
+def _typed(raw: Array, r: Register) -> Array:
+    """A byte buffer cut to whole elements, so that it can be viewed as the register's dtype."""
+    return raw[: len(raw) - len(raw) % r.spec.dtype.itemsize]
+
+
+def _moved(program: Program, step: ProgramStep) -> int:
+    """Bytes a step moves: what a write, a copy or a result carries; arithmetic moves none."""
+    if not step.op.bits:
+        return 0
+    if step.op.destroys is not None and len(step.inputs) > 1:
+        return program.registers[step.inputs[1]].spec.nbytes
+    return program.registers[step.output].spec.nbytes
+
+
+def leaf_name(t: Tensor, n: int) -> str:
+    """The user's name for a leaf, else its kind and position."""
+    return t.name or f"{t.op.name}{n}"
+
+
+def check_input(who: str, want: Spec, array: HostArray) -> None:
+    """An array that is to be copied in must already have the declared shape and dtype."""
+    if array.shape != want.shape or dtype(array.dtype) is not want.dtype:
+        got = Spec(array.shape, dtype(array.dtype))
+        raise BindingError(f"placeholder {who}: got {got}, need {want}; dtypes are never cast")

@@ -1,0 +1,294 @@
+"""Step 6: the compiled form of one graph structure, shared by every plan of that structure.
+
+A `Program` is immutable and holds no data, no storages and no symbols: a flat list of steps over
+registers, where every register says which buffer it lies in and how.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from lazykv.compiler.effects import clone_destinations
+from lazykv.compiler.ir import IR, Node, Output
+from lazykv.compiler.memory import Interval, assign, last_uses
+from lazykv.compiler.ordering import Edge, Order, order
+from lazykv.compiler.placement import place
+from lazykv.compiler.rewrite import rewrite
+from lazykv.compiler.trace import Condition, Trace, stand_in
+from lazykv.device import DeviceLocation, Kernel, device
+from lazykv.layout import Layout
+from lazykv.ops.op import Op
+from lazykv.ops.sources import Alloc, Const, Placeholder
+from lazykv.spec import Spec
+from lazykv.symbols import Dim, Expr, ScalarSlot
+
+
+class Home(Enum):
+    """Which buffer a register lies in."""
+
+    LEAF = "leaf"
+    ARENA = "arena"
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """An affine expression over symbol positions: ``const + sum(factor * symbols[position])``."""
+
+    const: int
+    terms: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """``low <= scalars[slot] <= high``, tested before the first kernel of every pass."""
+
+    slot: int
+    low: int
+    high: int
+    who: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    """One value of a program: `index` counts leaves, or is a byte offset into an arena."""
+
+    home: Home
+    index: int
+    location: DeviceLocation
+    spec: Spec
+    layout: Layout
+    node: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramStep:
+    """One kernel call. `inputs`, `output` and `scratch` are register numbers; the output of a
+    result step is the input itself, whose bytes are handed to the caller."""
+
+    op: Op
+    kernel: Kernel | None
+    inputs: tuple[int, ...]
+    output: int
+    scratch: tuple[int, ...]
+    node: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A buffer from outside: const data, a placeholder's binding, or an allocation that the caller
+    keeps. `written` says that the program writes it in place."""
+
+    op: Op
+    spec: Spec
+    location: DeviceLocation
+    position: int
+    written: bool
+
+
+@dataclass(frozen=True)
+class Program:
+    """Everything that is the same for all graphs of one structure."""
+
+    registers: tuple[Register, ...]
+    steps: tuple[ProgramStep, ...]
+    leaves: tuple[Leaf, ...]
+    arenas: dict[DeviceLocation, int]
+    scalars: tuple[Scalar, ...]
+    checks: tuple[Check, ...]
+    results: tuple[Spec, ...]
+    nodes: tuple[Node, ...]
+    sequence: tuple[int, ...]
+    edges: tuple[Edge, ...]
+    copies: tuple[int, ...]
+    key: tuple[object, ...]
+
+    @property
+    def locations(self) -> tuple[DeviceLocation, ...]:
+        """Every location the program touches, by name."""
+        return tuple(sorted({r.location for r in self.registers}, key=str))
+
+    @property
+    def arena_bytes(self) -> int:
+        return sum(self.arenas.values())
+
+    @property
+    def result_bytes(self) -> int:
+        return sum(s.nbytes for s in self.results)
+
+
+def compile_trace(traced: Trace) -> Program:
+    """Run the compiler on a traced graph. Raises typed errors for what cannot run anywhere."""
+    ir, moved = place(traced.ir)
+    ir, moved = _chain(moved, rewrite(ir))
+    outputs = [moved[i] for i in traced.outputs]
+    for position, target in enumerate(outputs):
+        node = ir[target]
+        ir.add(Node(Output(position), (target,), node.spec, node.location, node.origin))
+    ir, _ = clone_destinations(_reachable(ir, [moved[i] for i in traced.effects]))
+    return _Assembler(order(ir), traced).program()
+
+
+def _chain(first: list[int], second: tuple[IR, list[int]]) -> tuple[IR, list[int]]:
+    ir, moved = second
+    return ir, [moved[i] for i in first]
+
+
+def _reachable(ir: IR, effects: Sequence[int]) -> IR:
+    """Drop nodes that rewriting left without a use; leaves and targets stay."""
+    keep = {i for i, n in enumerate(ir.nodes) if isinstance(n.op, Output)} | set(effects)
+    for index in range(len(ir) - 1, -1, -1):
+        if index in keep:
+            keep.update(ir[index].inputs)
+    out, moved = IR(), dict[int, int]()
+    for index, node in enumerate(ir.nodes):
+        if index in keep or isinstance(node.op, Const | Placeholder | Alloc):
+            inputs = tuple(moved[i] for i in node.inputs)
+            moved[index] = out.add(
+                Node(node.op, inputs, node.spec, node.location, node.origin, node.reason)
+            )
+    return out
+
+
+class _Assembler:
+    """Turns an ordered IR into registers and steps."""
+
+    def __init__(self, order: Order, traced: Trace) -> None:
+        self.order = order
+        self.traced = traced
+        self.ir = order.ir
+        self.registers: list[Register] = []
+        self.register_of: dict[int, int] = {}
+        self.leaves: list[Leaf] = []
+        self.leaf_of: dict[int, int] = {}
+        self.positions = {stand_in(n, s.low, s.high): n for n, s in enumerate(traced.symbols)}
+        self.scalars: dict[Scalar, int] = {}
+
+    def slot(self, dim: Dim) -> ScalarSlot:
+        """The scalar slot that holds an expression's value when the plan runs."""
+        assert isinstance(dim, Expr), "numbers need no slot"
+        terms = tuple((self.positions[s], c) for s, c in dim.terms)
+        return ScalarSlot(self.scalars.setdefault(Scalar(dim.const, terms), len(self.scalars)))
+
+    def check(self, c: Condition) -> Check:
+        b = c.bound
+        return Check(self.slot(b.value).index, b.low, b.high, c.who, b.what)
+
+    def program(self) -> Program:
+        runs = [i for i in self.order.sequence if self._needs_kernel(i)]
+        kernels = {i: self._kernel(i) for i in runs}
+        scratch = {i: self._scratch(i, kernels[i]) for i in runs}
+        self._find_leaves()
+        offsets, arenas = self._memory(runs, scratch)
+        steps = tuple(self._step(i, kernels[i], scratch[i], offsets) for i in runs)
+        results = [n for n in self.ir.nodes if isinstance(n.op, Output)]
+        checks = tuple(self.check(c) for c in self.traced.conditions)
+        return Program(
+            registers=tuple(self.registers),
+            steps=steps,
+            leaves=tuple(self.leaves),
+            arenas=arenas,
+            scalars=tuple(self.scalars),
+            checks=checks,
+            results=tuple(n.spec for n in results),
+            nodes=tuple(self.ir.nodes),
+            sequence=tuple(self.order.sequence),
+            edges=tuple(self.order.edges),
+            copies=tuple(self.order.copies),
+            key=self.traced.key,
+        )
+
+    def _needs_kernel(self, index: int) -> bool:
+        node, where = self.ir[index], self.order.where
+        if isinstance(node.op, Const | Placeholder | Alloc):
+            return False
+        return node.op.destroys is not None or where[index].base == index
+
+    def _specs(self, index: int) -> tuple[Spec, ...]:
+        return tuple(self.ir[i].spec for i in self.ir[index].inputs)
+
+    def _kernel(self, index: int) -> Kernel | None:
+        node = self.ir[index]
+        if isinstance(node.op, Output):
+            return None
+        kernel = device(node.location).backend.kernel(node.op, self._specs(index), node.spec)
+        assert kernel is not None, "rewriting lowered every op without a kernel"
+        return kernel
+
+    def _scratch(self, index: int, kernel: Kernel | None) -> tuple[Spec, ...]:
+        if kernel is None:
+            return ()
+        return tuple(kernel.scratch(self.ir[index].op, self._specs(index), self.ir[index].spec))
+
+    def _find_leaves(self) -> None:
+        """Leaves in the order of the trace; an Alloc is one only if the trace keeps it."""
+        where = self.order.where
+        written = {where[i].base for i, n in enumerate(self.ir.nodes) if n.op.destroys is not None}
+        at = {n.origin: i for i, n in enumerate(self.ir.nodes)
+              if isinstance(n.op, Const | Placeholder | Alloc)}  # fmt: skip
+        for position in self.traced.leaves:
+            index = at[position]
+            node = self.ir[index]
+            self.leaf_of[index] = len(self.leaves)
+            self.leaves.append(Leaf(node.op, node.spec, node.location, position, index in written))
+
+    def _memory(
+        self, runs: list[int], scratch: dict[int, tuple[Spec, ...]]
+    ) -> tuple[dict[tuple[int, int], int], dict[DeviceLocation, int]]:
+        where, step_of = self.order.where, {index: n for n, index in enumerate(runs)}
+        last = last_uses(
+            (step_of[i], [where[i].base, *(where[s].base for s in self.ir[i].inputs)]) for i in runs
+        )
+        offsets: dict[tuple[int, int], int] = {}
+        arenas: dict[DeviceLocation, int] = {}
+        for location in sorted({self.ir[i].location for i in runs}, key=str):
+            wanted = [i for i in runs if self.ir[i].location == location]
+            intervals = [
+                Interval((i, 0), self.ir[i].spec.nbytes, step_of[i], last[i])
+                for i in wanted
+                if where[i].base == i and not isinstance(self.ir[i].op, Output)
+            ]
+            for i in wanted:
+                intervals += [
+                    Interval((i, 1 + n), s.nbytes, step_of[i], step_of[i])
+                    for n, s in enumerate(scratch[i])
+                ]
+            part, arenas[location] = assign(intervals)
+            offsets.update(part)
+        return offsets, {place: size for place, size in arenas.items() if size}
+
+    def _step(
+        self, index: int, kernel: Kernel | None, scratch: tuple[Spec, ...],
+        offsets: dict[tuple[int, int], int],
+    ) -> ProgramStep:  # fmt: skip
+        node = self.ir[index]
+        inputs = tuple(self._register(i, offsets) for i in node.inputs)
+        output = inputs[0] if isinstance(node.op, Output) else self._register(index, offsets)
+        extra = []
+        for n, spec in enumerate(scratch):
+            layout = Layout.contiguous(spec.shape)
+            extra.append(
+                self._add(
+                    Register(Home.ARENA, offsets[index, 1 + n], node.location, spec, layout, index)
+                )
+            )
+        return ProgramStep(node.op.map_dims(self.slot), kernel, inputs, output, tuple(extra), index)
+
+    def _register(self, index: int, offsets: dict[tuple[int, int], int]) -> int:
+        if index not in self.register_of:
+            place, node = self.order.where[index], self.ir[index]
+            if place.base in self.leaf_of:
+                home, at = Home.LEAF, self.leaf_of[place.base]
+            else:
+                home, at = Home.ARENA, offsets[place.base, 0]
+            location, layout = self.ir[place.base].location, place.layout
+            if isinstance(layout.offset, Expr):
+                layout = Layout(self.slot(layout.offset), layout.shape, layout.strides)
+            self.register_of[index] = self._add(
+                Register(home, at, location, node.spec, layout, index)
+            )
+        return self.register_of[index]
+
+    def _add(self, register: Register) -> int:
+        self.registers.append(register)
+        return len(self.registers) - 1

@@ -1,0 +1,102 @@
+"""Step 3: equal pure nodes merged, views that change nothing dropped, missing ops lowered.
+
+One pass over the nodes in order reaches the fixpoint, because every node sees inputs that are
+already rewritten. Data is never looked at: it is not structure.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from lazykv.compiler.ir import IR, Node, Place
+from lazykv.device import Backend, DeviceLocation, device
+from lazykv.errors import BackendUnavailable
+from lazykv.layout import Layout
+from lazykv.ops.op import Op
+from lazykv.ops.sources import Alloc, Const, Placeholder
+from lazykv.spec import Spec
+
+
+@dataclass
+class _Rewriter:
+    """Appends rewritten nodes; the builder that lowerings use."""
+
+    ir: IR = field(default_factory=IR)
+    where: list[Place] = field(default_factory=list)
+    known: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    location: DeviceLocation | None = None
+    origin: int | None = None
+    reason: str | None = None
+
+    def spec(self, value: int) -> Spec:
+        return self.ir[value].spec
+
+    def apply(self, op: Op, *inputs: int) -> int:
+        """What a lowering calls: infer, then append like any other node."""
+        assert self.location is not None, "lowering happens at a location"
+        spec = op.infer(*(self.spec(i) for i in inputs))
+        return self.add(Node(op, inputs, spec, self.location, self.origin, self.reason))
+
+    def add(self, node: Node) -> int:
+        op = node.op
+        alias = None
+        if op.destroys is None and len(node.inputs) == 1:
+            source = self.where[node.inputs[0]]
+            alias = op.alias(source.layout)
+            if alias == source.layout:
+                return node.inputs[0]
+        key = (op.key(), node.inputs, node.spec, node.location)
+        if op.pure and op.destroys is None:
+            found = self.known.get(key)
+            if found is not None:
+                return found
+        if alias is None and op.destroys is None and not _runs(node, self.ir):
+            lowered = self.lower(node)
+            self.known[key] = lowered
+            return lowered
+        index = self.ir.add(node)
+        self.where.append(self._place(index, node, alias))
+        self.known[key] = index
+        return index
+
+    def _place(self, index: int, node: Node, alias: Layout | None) -> Place:
+        if node.op.destroys is not None:
+            dest = self.where[node.inputs[node.op.destroys]]
+            return Place(dest.base, index, dest.layout)
+        if alias is not None:
+            source = self.where[node.inputs[0]]
+            return Place(source.base, source.version, alias)
+        return Place(index, index, Layout.contiguous(node.spec.shape))
+
+    def lower(self, node: Node) -> int:
+        outer = (self.location, self.origin, self.reason)
+        self.location, self.origin = node.location, node.origin
+        self.reason = f"{node.op.name} has no kernel on {node.location}"
+        value = node.op.lower(self, *node.inputs)
+        self.location, self.origin, self.reason = outer
+        if value is None:
+            specs = ", ".join(str(self.ir[i].spec) for i in node.inputs)
+            raise BackendUnavailable(
+                f"{node.op.name}: got {specs} on {node.location}, need a kernel, a portable body "
+                "or a lowering, and its backend has none"
+            )
+        return value
+
+
+def _runs(node: Node, ir: IR) -> bool:
+    """Whether the node's backend has a kernel for it (sources that hold data need none)."""
+    if isinstance(node.op, Const | Placeholder | Alloc):
+        return True
+    backend: Backend = device(node.location).backend
+    specs = tuple(ir[i].spec for i in node.inputs)
+    return backend.kernel(node.op, specs, node.spec) is not None
+
+
+def rewrite(ir: IR) -> tuple[IR, list[int]]:
+    """The rewritten IR, and where each old node went."""
+    r, moved = _Rewriter(), list[int]()
+    for node in ir.nodes:
+        inputs = tuple(moved[i] for i in node.inputs)
+        moved.append(
+            r.add(Node(node.op, inputs, node.spec, node.location, node.origin, node.reason))
+        )
+    return r.ir, moved

@@ -1,0 +1,254 @@
+"""Locations, the backend protocol and the backend registry.
+
+A backend is one class: locations, memory, copies and a kernel table. Built-in backends are
+imported on first use; others register under the entry-point group ``lazykv.backends`` (the entry
+point's name is the location's kind, its value a `Backend` class).
+"""
+
+import importlib
+import importlib.metadata
+import re
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from lazykv.dtypes import DType
+from lazykv.errors import BackendUnavailable, LazyKvError
+from lazykv.layout import Layout
+from lazykv.spec import Spec
+
+Array: TypeAlias = Any
+"""A backend's own array type (NumPy or CuPy `ndarray`), always in the raw dtype of its bytes."""
+
+HostArray: TypeAlias = npt.NDArray[Any]
+
+Step: TypeAlias = tuple[Callable[..., object], tuple[Any, ...]]
+"""One resolved call of a plan: ``f(*args)``."""
+
+_LOCATION = re.compile(r"cpu|[a-z][a-z0-9_-]*:(0|[1-9][0-9]*)")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLocation:
+    """Where bytes live: ``cpu``, ``cuda:0``, ``sim:1``. Needs no backend to exist."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not _LOCATION.fullmatch(self.name):
+            raise BackendUnavailable(
+                f"DeviceLocation: got {self.name!r}, need 'cpu' or 'KIND:INDEX' such as 'cuda:0'"
+            )
+
+    @property
+    def kind(self) -> str:
+        """The backend's name: the part before the colon."""
+        return self.name.partition(":")[0]
+
+    @property
+    def index(self) -> int:
+        """The device's number within its backend; 0 for ``cpu``."""
+        return int(self.name.partition(":")[2] or 0)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+CPU = DeviceLocation("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One op of a plan with everything resolved, handed to a kernel's `emit`.
+
+    `ins` and `out` are arrays in raw dtypes; for an op that destroys an input, `out` is that
+    input's memory. `scalars` is the plan's live list of symbol values: a kernel keeps the list and
+    reads ``scalars[slot]`` when it runs, because values change from step to step.
+    """
+
+    op: Any
+    ins: tuple[Array, ...]
+    out: Array
+    in_specs: tuple[Spec, ...]
+    out_spec: Spec
+    scratch: tuple[Array, ...]
+    scalars: list[int]
+
+
+def _no_scratch(op: Any, ins: tuple[Spec, ...], out: Spec) -> tuple[Spec, ...]:
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """How a backend runs one op: the calls to make, and the scratch memory they need.
+
+    Scratch is planned with the plan's other intermediates and is uninitialized.
+    """
+
+    emit: Callable[[Call], Iterable[Step]]
+    scratch: Callable[[Any, tuple[Spec, ...], Spec], Sequence[Spec]] = _no_scratch
+
+
+class Backend(ABC):
+    """One kind of memory and the kernels that work on it."""
+
+    name: ClassVar[str]
+    install_hint: ClassVar[str] = "install the package that provides it"
+    xp: Any
+    """The array namespace of portable op bodies."""
+
+    @abstractmethod
+    def locations(self) -> tuple[DeviceLocation, ...]:
+        """The devices that can be used now."""
+
+    @abstractmethod
+    def allocate(self, nbytes: int, location: DeviceLocation) -> Array:
+        """Uninitialized memory as a 1-D u8 array, at least 64-byte aligned.
+
+        Raises `OutOfMemory` naming the bytes asked for.
+        """
+
+    @abstractmethod
+    def view(self, buffer: Array, dtype: DType, layout: Layout) -> Array:
+        """A raw-dtype view of a contiguous buffer; the layout's offset is an int."""
+
+    @abstractmethod
+    def copy_in(self, dest: Array, source: HostArray) -> None:
+        """Host to device; same shape and raw dtype."""
+
+    @abstractmethod
+    def copy_out(self, source: Array) -> HostArray:
+        """Device to a fresh, contiguous host array of the raw dtype."""
+
+    @abstractmethod
+    def kernel(self, op: Any, ins: tuple[Spec, ...], out: Spec) -> Kernel | None:
+        """The kernel for an op on these operands, or None if this backend has none."""
+
+
+_BUILTIN = {"cpu": "lazykv.backends.cpu:CpuBackend"}
+_HINTS = {
+    "cuda": "install CuPy with: pip install 'lazykv[cuda13]' (or 'lazykv[cuda12]')",
+    "sim": "this build has no simulated backend",
+}
+_ENTRY_POINTS = "lazykv.backends"
+
+
+class _Registry:
+    """Loaded backends by kind, and how often each kind changed."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.backends: dict[str, Backend] = {}
+        self.generations: dict[str, int] = {}
+        self.epoch = 0
+
+    def replace(self, kind: str, backend: Backend | None) -> None:
+        with self.lock:
+            if backend is None:
+                self.backends.pop(kind, None)
+            else:
+                self.backends[kind] = backend
+            self.generations[kind] = self.generations.get(kind, 0) + 1
+            self.epoch += 1
+
+    def find(self, kind: str) -> Backend:
+        found = self.backends.get(kind)
+        if found is not None:
+            return found
+        with self.lock:
+            if kind not in self.backends:
+                self.backends[kind] = _load(kind)
+            return self.backends[kind]
+
+
+registry = _Registry()
+
+
+def _load(kind: str) -> Backend:
+    target = _BUILTIN.get(kind)
+    if target is not None:
+        module, _, attribute = target.partition(":")
+        made: Backend = getattr(importlib.import_module(module), attribute)()
+        return made
+    for point in importlib.metadata.entry_points(group=_ENTRY_POINTS, name=kind):
+        try:
+            made = point.load()()
+        except LazyKvError:
+            raise
+        except Exception as e:
+            raise BackendUnavailable(
+                f"backend {kind!r}: got {type(e).__name__}: {e} while loading {point.value}, "
+                "need a Backend class"
+            ) from e
+        return made
+    hint = _HINTS.get(kind, f"install a package with an entry point {kind!r} in {_ENTRY_POINTS!r}")
+    raise BackendUnavailable(f"location kind {kind!r}: got no backend, need one; {hint}")
+
+
+def register_backend(kind: str, backend: Backend) -> None:
+    """Serve a location kind from now on; plans made with an earlier backend are refused."""
+    registry.replace(kind, backend)
+
+
+def unregister_backend(kind: str) -> None:
+    """Stop serving a location kind; held plans that use it are refused."""
+    registry.replace(kind, None)
+
+
+def generation(location: DeviceLocation) -> int:
+    """How often the backend of a location was registered, replaced or lost."""
+    return registry.generations.get(location.kind, 0)
+
+
+def topology_epoch() -> int:
+    """Moves with every registration: equal epochs mean that no generation has moved."""
+    return registry.epoch
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A usable location together with its backend."""
+
+    location: DeviceLocation
+    backend: Backend
+
+    def __str__(self) -> str:
+        return str(self.location)
+
+
+DeviceLike: TypeAlias = Device | DeviceLocation | str
+
+
+def as_location(device: DeviceLike) -> DeviceLocation:
+    if isinstance(device, Device):
+        return device.location
+    if isinstance(device, DeviceLocation):
+        return device
+    return DeviceLocation(device)
+
+
+def device(spec: DeviceLike) -> Device:
+    """Look a device up; raises `BackendUnavailable` naming it and what to install."""
+    if isinstance(spec, Device):
+        return spec
+    location = as_location(spec)
+    backend = registry.find(location.kind)
+    if location not in backend.locations():
+        have = ", ".join(map(str, backend.locations())) or "none"
+        raise BackendUnavailable(f"device {location}: got no such device, need one of: {have}")
+    return Device(location, backend)
+
+
+def host_array(value: object) -> HostArray:
+    """A caller's array-like, DLPack or buffer object as a NumPy array (no copy where possible)."""
+    if isinstance(value, np.ndarray):
+        return value
+    if hasattr(value, "__dlpack__") and not isinstance(value, np.generic):
+        return np.from_dlpack(value)  # type: ignore[arg-type]
+    return np.asarray(value)

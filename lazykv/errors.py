@@ -1,0 +1,82 @@
+"""Every error lazykv raises.
+
+One root, `LazyKvError`; each class also derives from the built-in exception that a Python caller
+would catch for that kind of fault. Messages read
+``<op or class>: got <actual>, need <rule>[; <what to do>]``.
+"""
+
+
+class LazyKvError(Exception):
+    """The root of all errors raised on purpose by lazykv."""
+
+
+class ShapeError(LazyKvError, ValueError):
+    """A rank, an extent or a byte length is not what the rule needs."""
+
+
+class DTypeError(LazyKvError, TypeError):
+    """An element type is unknown, unsupported here, or differs from the one needed."""
+
+
+class RangeError(LazyKvError, IndexError, ValueError):
+    """An index, a position or a count lies outside its bounds."""
+
+
+class GraphError(LazyKvError, ValueError):
+    """A graph is built or used against its rules (foreign node, bad parameter, missing kernel)."""
+
+
+class SymbolError(LazyKvError, ValueError):
+    """A symbol is unbound, bound twice to different values, or bound to a non-integer."""
+
+
+class SymbolRangeError(SymbolError, RangeError):
+    """A symbol is bound to a value outside its declared range."""
+
+
+class BindingError(LazyKvError, ValueError):
+    """A placeholder is unbound, or bound to something it cannot take."""
+
+
+class StorageLockError(LazyKvError, RuntimeError):
+    """A thread asked for a storage in a way that could only deadlock."""
+
+
+class StorageTornError(LazyKvError, RuntimeError):
+    """A storage whose last writer failed midway; rewrite it whole before reading it."""
+
+
+class BackendUnavailable(LazyKvError, RuntimeError):
+    """No working backend serves the location; the message says what to install."""
+
+
+class EnvironmentMissing(LazyKvError, OSError):
+    """Something outside the program is missing: network, pip, a writable folder, an extra."""
+
+
+class OutOfMemory(LazyKvError, MemoryError):
+    """An allocation failed; the message names the bytes asked for."""
+
+
+class TopologyChanged(LazyKvError, RuntimeError):
+    """A held plan was made under another generation of a location it uses."""
+
+
+class KernelError(LazyKvError, RuntimeError):
+    """A kernel failed while a plan ran; names the node and its inputs."""
+
+
+class SessionBusy(LazyKvError, RuntimeError):
+    """A plan or session is already running in another thread."""
+
+
+class SnapshotError(LazyKvError, ValueError):
+    """A snapshot file cannot be written, or is not what the target needs."""
+
+
+class ModelFormatError(LazyKvError, ValueError):
+    """A model file or name is unknown, corrupt, hostile or unsupported."""
+
+
+class PoolError(LazyKvError, RuntimeError):
+    """A paged pool refused a call; the pool is as it was."""

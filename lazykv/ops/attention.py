@@ -1,0 +1,187 @@
+"""Attention over the live rows of a key/value cache."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from lazykv.dtypes import bool_, i64
+from lazykv.errors import DTypeError, RangeError, ShapeError
+from lazykv.ops.elementwise import Add, And, Gt, Le, Lt, MulScalar, SubScalar
+from lazykv.ops.matmul import MatMul
+from lazykv.ops.move import Where
+from lazykv.ops.op import (
+    Bound,
+    Op,
+    check_bound,
+    need_float,
+    need_rank,
+    need_same_dtype,
+    need_scalar_i64,
+)
+from lazykv.ops.reduce import Softmax
+from lazykv.ops.sources import Fill, Iota, SymValue
+from lazykv.ops.views import BroadcastTo, Permute, Reshape
+from lazykv.spec import Spec
+from lazykv.symbols import Dim
+
+
+@dataclass(frozen=True)
+class Attention(Op):
+    """``softmax(scale * q k^T + mask) v`` over the first `length` rows of k and v.
+
+    q is ``[B, Hq, Sq, D]``, k ``[B, Hkv, S, D]`` and v ``[B, Hkv, S, Dv]``; query head h reads key
+    head ``h // (Hq/Hkv)``. Of the live rows the last Sq are the queries' own: query i stands at
+    position ``length - Sq + i``, sees no later row if `causal`, and of the others only the last
+    `window` positions, its own included. Rows past `length` are never part of any arithmetic. A
+    query that sees nothing gives zeros. Inputs are q, k, v, then the mask if `has_mask` (bool, True
+    is visible, or additive), then the length as a rank-0 i64 if `has_length`.
+    """
+
+    name: ClassVar[str] = "attention"
+    dims: ClassVar[tuple[str, ...]] = ("length",)
+    scale: float
+    causal: bool
+    window: int | None
+    length: Dim | None
+    has_mask: bool
+    has_length: bool
+
+    def infer(self, *ins: Spec) -> Spec:
+        q, k, v = ins[:3]
+        for what, s in (("q", q), ("k", k), ("v", v)):
+            need_rank(self.name, s, 4, what)
+        need_float(self.name, q, k, v)
+        need_same_dtype(self.name, q, k, v)
+        if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+            raise ShapeError(
+                f"{self.name}: got q {q}, k {k} and v {v}, need q [B,Hq,Sq,D], k [B,Hkv,S,D] and "
+                "v [B,Hkv,S,Dv]"
+            )
+        if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+            raise ShapeError(
+                f"{self.name}: got {q.shape[1]} query heads and {k.shape[1]} key heads, need a "
+                "multiple"
+            )
+        if self.window is not None and self.window < 1:
+            raise RangeError(f"{self.name}: got window {self.window}, need window >= 1")
+        if self.has_length:
+            need_scalar_i64(self.name, ins[-1], "length")
+        for b in self.bounds(*ins):
+            check_bound(self.name, b)
+        if self.has_mask:
+            self._check_mask(q, k, ins[3])
+        return Spec((*q.shape[:3], v.shape[3]), q.dtype)
+
+    def _check_mask(self, q: Spec, k: Spec, mask: Spec) -> None:
+        if mask.dtype is not bool_ and mask.dtype is not q.dtype:
+            raise DTypeError(f"{self.name}: got mask {mask}, need bool or additive {q.dtype}")
+        rows = self.length if isinstance(self.length, int) else None
+        want = (q.shape[0], q.shape[1], q.shape[2])
+        lead = (1,) * (4 - mask.rank) + mask.shape if mask.rank <= 4 else mask.shape
+        fits = len(lead) == 4 and all(h in (1, w) for h, w in zip(lead[:3], want, strict=True))
+        if not fits or lead[3] > k.shape[2] or (rows is not None and lead[3] not in (1, rows)):
+            n = "length" if rows is None else rows
+            raise ShapeError(
+                f"{self.name}: got mask {mask}, need extents 1 or equal to "
+                f"[{','.join(map(str, want))},{n}]"
+            )
+
+    def least(self, q: Any) -> int:
+        """Fewest live rows: the queries' own rows are among them where positions matter."""
+        return q.shape[2] if self.causal or self.window is not None else 0
+
+    def bounds(self, *ins: Spec) -> Iterator[Bound]:
+        if self.length is not None:
+            low = max(self.least(ins[0]), self._mask_rows(ins))
+            high = self._mask_rows(ins) or ins[1].shape[2]
+            yield Bound(self.length, low, high, "length")
+
+    def _mask_rows(self, ins: tuple[Spec, ...]) -> int:
+        """Rows a mask with a last extent above 1 was made for, else 0."""
+        rows = ins[3].shape[-1] if self.has_mask and ins[3].rank else 1
+        return rows if rows > 1 else 0
+
+    def check_live(self, rows: int, ins: tuple[Any, ...]) -> int:
+        """The live rows, once they are known to fit the operands (arrays or specs)."""
+        low, high = self.least(ins[0]), ins[1].shape[2]
+        if self.has_mask and len(ins[3].shape) and ins[3].shape[-1] > 1:
+            low = high = ins[3].shape[-1]
+        if not low <= rows <= high:
+            raise RangeError(f"{self.name}: got length {rows}, need {low} <= length <= {high}")
+        return rows
+
+    def body(self, xp: Any, *ins: Any) -> Any:
+        q, k, v = ins[:3]
+        length = ins[-1] if self.has_length else self.length
+        live = k.shape[2] if length is None else self.check_live(int(length), ins)
+        batch, heads, queries, dim = q.shape
+        groups = heads // k.shape[1]
+        k, v = k[:, :, :live], v[:, :, :live]
+        grouped = q.reshape(batch, k.shape[1], groups * queries, dim)
+        scores = xp.matmul(grouped * xp.asarray(self.scale, q.dtype), xp.swapaxes(k, 2, 3))
+        scores = scores.reshape(batch, heads, queries, live)
+        if self.has_mask:
+            mask = ins[3]
+            scores = xp.where(mask, scores, -xp.inf) if mask.dtype == bool else scores + mask
+        if self.causal or self.window is not None:
+            scores = xp.where(self.visible(xp, queries, live), scores, -xp.inf)
+        weights = Softmax(3).body(xp, scores).reshape(batch, k.shape[1], groups * queries, live)
+        return xp.matmul(weights, v).reshape(batch, heads, queries, v.shape[3])
+
+    def visible(self, xp: Any, queries: int, live: int) -> Any:
+        """``[queries, live]`` bool: which row each query may see by position."""
+        place = xp.arange(live - queries, live)[:, None]
+        rows = xp.arange(live)[None]
+        seen = rows <= place if self.causal else rows >= 0
+        return seen if self.window is None else seen & (rows > place - self.window)
+
+    def lower(self, b: Any, *ins: Any) -> Any:
+        """Over all S rows with masks in place of a live length; dead rows of v are zeroed first,
+        since 0 * NaN is NaN."""
+        q, k, v = ins[:3]
+        (batch, heads, queries, dim), rows = b.spec(q).shape, b.spec(k).shape[2]
+        kv_heads, groups = b.spec(k).shape[1], heads // b.spec(k).shape[1]
+        if self.has_mask or rows == 0 or queries == 0:
+            return None
+        if self.has_length:
+            length = ins[-1]
+        else:
+            length = b.apply(SymValue((), i64, rows if self.length is None else self.length))
+        seen = self._lower_visible(b, length, queries, rows)
+        dtype = b.spec(q).dtype
+
+        def alive(x: Any) -> Any:
+            shape = b.spec(x).shape
+            live = b.apply(Lt(), b.apply(Iota((rows,), i64)), b.apply(BroadcastTo((rows,)), length))
+            live = b.apply(BroadcastTo(shape), b.apply(Reshape((rows, 1)), live))
+            return b.apply(Where(), live, x, b.apply(Fill(shape, dtype, 0.0)))
+
+        k, v = alive(k), alive(v)
+        grouped = b.apply(Reshape((batch, kv_heads, groups * queries, dim)), q)
+        scores = b.apply(MatMul(), b.apply(MulScalar(self.scale), grouped),
+                         b.apply(Permute((0, 1, 3, 2)), k))  # fmt: skip
+        full = (batch, heads, queries, rows)
+        scores = b.apply(Reshape(full), scores)
+        hidden = b.apply(Fill(full, dtype, -math.inf))
+        scores = b.apply(Where(), b.apply(BroadcastTo(full), seen), scores, hidden)
+        weights = b.apply(Reshape((batch, kv_heads, groups * queries, rows)),
+                          b.apply(Softmax(3), scores))  # fmt: skip
+        return b.apply(Reshape((batch, heads, queries, b.spec(v).shape[3])),
+                       b.apply(MatMul(), weights, v))  # fmt: skip
+
+    def _lower_visible(self, b: Any, length: Any, queries: int, rows: int) -> Any:
+        """``[queries, rows]`` bool: visible by liveness, causality and window."""
+        shape = (queries, rows)
+        row = b.apply(BroadcastTo(shape), b.apply(Iota((rows,), i64)))
+        wide = b.apply(BroadcastTo(shape), length)
+        seen = b.apply(Lt(), row, wide)
+        own = b.apply(Reshape((queries, 1)), b.apply(Iota((queries,), i64)))
+        offset = b.apply(SubScalar(queries), wide)
+        place = b.apply(Add(), b.apply(BroadcastTo(shape), own), offset)
+        if self.causal:
+            seen = b.apply(And(), seen, b.apply(Le(), row, place))
+        if self.window is not None:
+            oldest = b.apply(SubScalar(self.window), place)
+            seen = b.apply(And(), seen, b.apply(Gt(), row, oldest))
+        return seen

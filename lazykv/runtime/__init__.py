@@ -1,0 +1,1 @@
+"""Planning with the structural cache, and realizing."""

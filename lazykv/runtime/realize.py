@@ -1,0 +1,83 @@
+"""Plan and realize: from targets to arrays, through the structural cache."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lazykv.compiler.plan import Bindings, Plan
+from lazykv.compiler.trace import trace
+from lazykv.device import DeviceLike, device
+from lazykv.errors import GraphError
+from lazykv.graph import Tensor
+from lazykv.ops.sources import Alloc
+from lazykv.runtime.plan_cache import plan_cache
+from lazykv.storage import Storage
+from lazykv.symbols import EnvLike
+
+
+def plan(
+    targets: Tensor | Sequence[Tensor], bindings: Bindings | None = None,
+    device: DeviceLike = "cpu", *, effects: Sequence[Tensor] = (),
+    kept: Mapping[Tensor, Storage] | None = None,
+) -> Plan:  # fmt: skip
+    """Plan targets without running them.
+
+    `bindings` maps placeholders to Storages (by reference) or arrays (copied in); placeholders left
+    out are bound when the plan runs. `effects` are tensors that must be computed but are not handed
+    back (writes into storages). `kept` gives the storages that `Alloc` nodes shall fill.
+    """
+    single = isinstance(targets, Tensor)
+    outputs = [targets] if isinstance(targets, Tensor) else list(targets)
+    if not outputs and not effects:
+        raise GraphError("plan: got no targets, need at least one")
+    given = dict(bindings or {})
+    for t in given:
+        if not isinstance(t, Tensor):
+            raise GraphError(f"plan: got a binding for {t!r}, need placeholder Tensors as keys")
+    places = {t: v.location for t, v in given.items() if isinstance(v, Storage)}
+    traced = trace(outputs, effects, places, _device(device).location)
+    program = plan_cache.program(traced)
+    leaves = [traced.origins[leaf.position] for leaf in program.leaves]
+    made = Plan(program, leaves, traced.symbols, single=single, kept=kept)
+    for t, value in given.items():
+        made.bind(t, value)
+    return made
+
+
+_device = device
+
+
+def realize(
+    targets: Tensor | Sequence[Tensor], bindings: Bindings | None = None, env: EnvLike = None,
+    device: DeviceLike = "cpu",
+) -> Any:  # fmt: skip
+    """Compute targets: one NumPy array for a tensor, a list of them for a list.
+
+    Every bound, binding and shape is checked before the first kernel runs. Results are fresh.
+    """
+    if not isinstance(targets, Tensor) and not targets:
+        return []
+    return plan(targets, bindings, device).run(env=env)
+
+
+def run_effects(
+    effects: Sequence[Tensor], bindings: Bindings | None = None, env: EnvLike = None
+) -> None:
+    """Run writes for what they do to storages; nothing is copied out."""
+    plan([], bindings, effects=effects).run(env=env)
+
+
+def allocate(tensors: Sequence[Tensor]) -> list[Storage]:
+    """Realize ``Alloc -> fill`` chains in one pass, each into a new storage that the caller keeps.
+
+    All storages are allocated before the first fill, so a failed allocation leaves nothing behind.
+    """
+    kept: dict[Tensor, Storage] = {}
+    for t in tensors:
+        source = t
+        while not isinstance(source.op, Alloc):
+            if source.op.destroys is None:
+                raise GraphError(f"allocate: got {source!r}, need a chain of writes on an Alloc")
+            source = source.inputs[source.op.destroys]
+        kept[source] = Storage.allocate(source.shape, source.dtype, source.op.location)
+    plan([], effects=list(tensors), kept=kept).run()
+    return list(kept.values())

@@ -1,0 +1,67 @@
+"""Shapes and how they are written in messages: ``f32[1,8,4096,128]``."""
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import SupportsIndex, TypeAlias
+
+from lazykv.dtypes import DType
+from lazykv.errors import ShapeError
+
+Shape: TypeAlias = tuple[int, ...]
+
+# NumPy cannot address more than 2**63 - 1 bytes; larger products are input errors, not overflow.
+MAX_BYTES = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """Shape and element type of one value."""
+
+    shape: Shape
+    dtype: DType
+
+    @property
+    def rank(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype.name}[{','.join(map(str, self.shape))}]"
+
+
+def as_shape(who: str, shape: Sequence[SupportsIndex] | SupportsIndex) -> Shape:
+    """Check and normalize a caller's shape; extents are Python ints from here on."""
+    items = (shape,) if isinstance(shape, SupportsIndex) else tuple(shape)
+    out: list[int] = []
+    for item in items:
+        try:
+            n = operator.index(item)
+        except TypeError:
+            raise ShapeError(f"{who}: got extent {item!r}, need an integer") from None
+        if n < 0 or isinstance(item, bool):
+            raise ShapeError(f"{who}: got extent {item!r} in {items!r}, need integers >= 0")
+        out.append(n)
+    if math.prod(out) > MAX_BYTES:
+        raise ShapeError(f"{who}: got shape {tuple(out)}, need fewer than 2**63 elements")
+    return tuple(out)
+
+
+def as_axis(who: str, axis: SupportsIndex, rank: int) -> int:
+    """Normalize an axis; negative axes count from the end, as in NumPy."""
+    try:
+        a = operator.index(axis)
+    except TypeError:
+        raise ShapeError(f"{who}: got axis {axis!r}, need an integer") from None
+    if not -rank <= a < rank:
+        raise ShapeError(f"{who}: got axis {a} for rank {rank}, need {-rank} <= axis < {rank}")
+    return a % rank if rank else a
