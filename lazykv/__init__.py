@@ -1,5 +1,8 @@
 """lazykv: lazy ops and plans held once, for the key/value caches of language models."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from lazykv.compiler.plan import Plan
 from lazykv.counters import Stats, stats
 from lazykv.device import Device, DeviceLocation, device
@@ -19,7 +22,48 @@ from lazykv.dtypes import (
     u8,
     u32,
 )
+from lazykv.errors import (
+    BackendUnavailable,
+    BindingError,
+    DTypeError,
+    EnvironmentMissing,
+    GraphError,
+    KernelError,
+    LazyKvError,
+    ModelFormatError,
+    OutOfMemory,
+    PoolError,
+    RangeError,
+    SessionBusy,
+    ShapeError,
+    SnapshotError,
+    StorageLockError,
+    StorageTornError,
+    SymbolError,
+    SymbolRangeError,
+    TopologyChanged,
+)
 from lazykv.graph import Graph, Tensor, attention, concat, where
+from lazykv.ids import KvAllocId, ModelInstanceId
+from lazykv.kv.cache import KvCache
+from lazykv.kv.layer import AuthorityState, KvLayer, KvSlot
 from lazykv.runtime.realize import plan, realize
+from lazykv.sessions.context import InferenceContext
+from lazykv.sessions.decode import DecodeSession, PlanValidity
 from lazykv.storage import Storage
 from lazykv.symbols import Sym, SymEnv
+
+if TYPE_CHECKING:
+    from lazykv import models
+    from lazykv.models import generate
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    # Models are loaded on first use: most embedders bring their own.
+    if name == "models":
+        return importlib.import_module("lazykv.models")
+    if name == "generate":
+        return importlib.import_module("lazykv.models").generate
+    raise AttributeError(f"module 'lazykv' has no attribute {name!r}")

@@ -140,7 +140,10 @@ _ENTRY_POINTS = "lazykv.backends"
 
 
 class _Registry:
-    """Loaded backends by kind, and how often each kind changed."""
+    """Loaded backends by kind, and how often each kind changed.
+
+    `epoch` moves with every registration: while it stands still, no generation has moved.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -204,11 +207,6 @@ def unregister_backend(kind: str) -> None:
 def generation(location: DeviceLocation) -> int:
     """How often the backend of a location was registered, replaced or lost."""
     return registry.generations.get(location.kind, 0)
-
-
-def topology_epoch() -> int:
-    """Moves with every registration: equal epochs mean that no generation has moved."""
-    return registry.epoch
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from lazykv.device import (
     device,
     generation,
     host_array,
-    topology_epoch,
+    registry,
 )
 from lazykv.dtypes import dtype, to_logical, to_raw
 from lazykv.errors import (
@@ -81,13 +81,13 @@ class Plan:
         self._scalars = [0] * len(program.scalars)
         self._values = [0] * len(self.symbols)
         self._results: list[Any] = [None] * len(program.results)
-        self._running = threading.Lock()
+        self.running = threading.Lock()
         self._arrays: list[Any] = [None] * len(program.registers)
         self._step_calls: list[tuple[Step, ...]] = [()] * len(program.steps)
         self._calls: list[Step] = []
         self._claims: tuple[Claim, ...] = ()
         self._stale = set(range(len(self.leaves)))
-        self._epoch = topology_epoch()
+        self._epoch = registry.epoch
         self._generations = {place: generation(place) for place in program.locations}
         self._arenas = {
             place: Storage.allocate((size,), "u8", place) for place, size in program.arenas.items()
@@ -307,7 +307,7 @@ class Plan:
 
     def run(self, bindings: Bindings | None = None, env: EnvLike = None) -> Any:
         """Bind, check, run; returns one fresh array, or a list if the plan was made for a list."""
-        if not self._running.acquire(blocking=False):
+        if not self.running.acquire(blocking=False):
             raise SessionBusy(
                 f"plan {self.id}: got a call while it runs, need one thread at a time"
             )
@@ -317,7 +317,7 @@ class Plan:
             self.set_symbols(env)
             results = self.execute()
         finally:
-            self._running.release()
+            self.running.release()
         return results[0] if self.single else results
 
     def set_symbols(self, env: EnvLike) -> None:
@@ -344,7 +344,7 @@ class Plan:
 
     def execute(self) -> list[HostArray]:
         """Walk the calls with the storages locked; bindings and symbols are in place."""
-        if self._epoch != topology_epoch():
+        if self._epoch != registry.epoch:
             self.check_topology()
         if self._stale:
             self.resolve()
@@ -382,7 +382,7 @@ class Plan:
                 raise TopologyChanged(
                     f"plan {self.id}: got generation {now} of {place}, need {planned}; plan again"
                 )
-        self._epoch = topology_epoch()
+        self._epoch = registry.epoch
 
     def _failed(self, e: BaseException, calls: Iterator[Step]) -> BaseException:
         """The error to raise: storages written so far are accounted for, the node is named."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from lazykv.compiler.effects import clone_destinations
-from lazykv.compiler.ir import IR, Node, Output
+from lazykv.compiler.ir import IR, Node, Output, Place
 from lazykv.compiler.memory import Interval, assign, last_uses
 from lazykv.compiler.ordering import Edge, Order, order
 from lazykv.compiler.placement import place
@@ -86,9 +86,27 @@ class Leaf:
     written: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Bytes of an arena that a node's result (or its kernel's scratch) holds from step `first` to
+    step `last`, both included."""
+
+    node: int
+    scratch: bool
+    location: DeviceLocation
+    offset: int
+    nbytes: int
+    first: int
+    last: int
+
+
 @dataclass(frozen=True)
 class Program:
-    """Everything that is the same for all graphs of one structure."""
+    """Everything that is the same for all graphs of one structure.
+
+    `places` says where the bytes of each node are; `node_of` which node a traced one became (None:
+    nothing needs it).
+    """
 
     registers: tuple[Register, ...]
     steps: tuple[ProgramStep, ...]
@@ -98,6 +116,9 @@ class Program:
     checks: tuple[Check, ...]
     results: tuple[Spec, ...]
     nodes: tuple[Node, ...]
+    places: tuple[Place, ...]
+    node_of: tuple[int | None, ...]
+    buffers: tuple[Buffer, ...]
     sequence: tuple[int, ...]
     edges: tuple[Edge, ...]
     copies: tuple[int, ...]
@@ -125,8 +146,10 @@ def compile_trace(traced: Trace) -> Program:
     for position, target in enumerate(outputs):
         node = ir[target]
         ir.add(Node(Output(position), (target,), node.spec, node.location, node.origin))
-    ir, _ = clone_destinations(_reachable(ir, [moved[i] for i in traced.effects]))
-    return _Assembler(order(ir), traced).program()
+    ir, kept = _reachable(ir, [moved[i] for i in traced.effects])
+    ir, cloned = clone_destinations(ir)
+    node_of = tuple(cloned[kept[i]] if i in kept else None for i in moved)
+    return _Assembler(order(ir), traced, node_of).program()
 
 
 def _chain(first: list[int], second: tuple[IR, list[int]]) -> tuple[IR, list[int]]:
@@ -134,8 +157,9 @@ def _chain(first: list[int], second: tuple[IR, list[int]]) -> tuple[IR, list[int
     return ir, [moved[i] for i in first]
 
 
-def _reachable(ir: IR, effects: Sequence[int]) -> IR:
-    """Drop nodes that rewriting left without a use; leaves and targets stay."""
+def _reachable(ir: IR, effects: Sequence[int]) -> tuple[IR, dict[int, int]]:
+    """Drop nodes that rewriting left without a use; leaves and targets stay. Also where the others
+    went."""
     keep = {i for i, n in enumerate(ir.nodes) if isinstance(n.op, Output)} | set(effects)
     for index in range(len(ir) - 1, -1, -1):
         if index in keep:
@@ -147,15 +171,17 @@ def _reachable(ir: IR, effects: Sequence[int]) -> IR:
             moved[index] = out.add(
                 Node(node.op, inputs, node.spec, node.location, node.origin, node.reason)
             )
-    return out
+    return out, moved
 
 
 class _Assembler:
     """Turns an ordered IR into registers and steps."""
 
-    def __init__(self, order: Order, traced: Trace) -> None:
+    def __init__(self, order: Order, traced: Trace, node_of: tuple[int | None, ...]) -> None:
         self.order = order
         self.traced = traced
+        self.node_of = node_of
+        self.buffers: list[Buffer] = []
         self.ir = order.ir
         self.registers: list[Register] = []
         self.register_of: dict[int, int] = {}
@@ -192,6 +218,9 @@ class _Assembler:
             checks=checks,
             results=tuple(n.spec for n in results),
             nodes=tuple(self.ir.nodes),
+            places=tuple(self.order.where),
+            node_of=self.node_of,
+            buffers=tuple(self.buffers),
             sequence=tuple(self.order.sequence),
             edges=tuple(self.order.edges),
             copies=tuple(self.order.copies),
@@ -255,6 +284,11 @@ class _Assembler:
                 ]
             part, arenas[location] = assign(intervals)
             offsets.update(part)
+            self.buffers += [
+                Buffer(iv.owner[0], iv.owner[1] > 0, location, part[iv.owner], iv.nbytes,
+                       iv.first, iv.last)
+                for iv in intervals
+            ]  # fmt: skip
         return offsets, {place: size for place, size in arenas.items() if size}
 
     def _step(

@@ -1,0 +1,103 @@
+"""One layer of a cache: two storages, what is known about them, and the slots' names."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import ClassVar
+
+from lazykv.device import CPU, DeviceLocation
+from lazykv.errors import DTypeError, ShapeError
+from lazykv.layout import Layout
+from lazykv.storage import Storage
+
+
+class KvSlot(IntEnum):
+    """The two halves of a layer, in the order a builder binds them."""
+
+    K = 0
+    V = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """The bytes that count are in host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnDevice:
+    """The bytes that count are on a device; the host sees them through a copy."""
+
+    location: DeviceLocation
+
+
+class AuthorityState:
+    """Where the bytes of a slot are authoritative: `AuthorityState.Host()` or `.Device(location)`."""
+
+    Host: ClassVar[type[Host]] = Host
+    Device: ClassVar[type[OnDevice]] = OnDevice
+
+
+def authority_of(storage: Storage) -> Host | OnDevice:
+    return Host() if storage.location == CPU else OnDevice(storage.location)
+
+
+class KvLayer:
+    """The K and V storages of one layer, each ``[B, n_kv_heads, capacity, head_dim]``.
+
+    Immutable but for the version counters: `KvCache.set_layer` is the only way to another storage.
+    The layouts describe the allocation; the live extent is the cache's `cached_len`.
+    """
+
+    __slots__ = ("_k", "_v", "_versions")
+
+    def __init__(self, k: Storage, v: Storage) -> None:
+        if len(k.shape) != 4 or k.shape != v.shape:
+            raise ShapeError(
+                f"KvLayer: got K {k.spec} and V {v.spec}, need equal shapes [B,heads,capacity,dim]"
+            )
+        if k.dtype is not v.dtype:
+            raise DTypeError(f"KvLayer: got K {k.spec} and V {v.spec}, need one dtype")
+        self._k = k
+        self._v = v
+        self._versions = [0, 0]
+
+    @property
+    def k(self) -> Storage:
+        return self._k
+
+    @property
+    def v(self) -> Storage:
+        return self._v
+
+    def slot(self, slot: KvSlot) -> Storage:
+        return self._v if slot == KvSlot.V else self._k
+
+    @property
+    def k_layout(self) -> Layout:
+        return Layout.contiguous(self._k.shape)
+
+    @property
+    def v_layout(self) -> Layout:
+        return Layout.contiguous(self._v.shape)
+
+    @property
+    def k_version(self) -> int:
+        return self._versions[KvSlot.K]
+
+    @property
+    def v_version(self) -> int:
+        return self._versions[KvSlot.V]
+
+    @property
+    def k_authority(self) -> Host | OnDevice:
+        return authority_of(self._k)
+
+    @property
+    def v_authority(self) -> Host | OnDevice:
+        return authority_of(self._v)
+
+    def bump(self, slot: KvSlot) -> None:
+        """Count one successful cache-level write to a slot."""
+        self._versions[slot] += 1
+
+    def __repr__(self) -> str:
+        return f"KvLayer(k={self._k!r}, v={self._v!r})"

@@ -1,0 +1,38 @@
+"""Model files, their graphs, and text generation."""
+
+from pathlib import Path
+
+from lazykv.errors import EnvironmentMissing
+from lazykv.models.generate import Piece, generate
+from lazykv.models.model import LlamaModel
+from lazykv.models.weights import Progress, load_weights
+
+__all__ = ["LlamaModel", "Piece", "generate", "load"]
+
+
+def load(path_or_name: str | Path, *, progress: Progress | None = None) -> LlamaModel:
+    """Load a Llama-type model: a GGUF file, a folder with config.json and safetensors, or a known
+    name (``"smollm2"``, fetched once into the user cache folder).
+
+    `progress` is called with (tensors loaded, tensors in all). Raises `ModelFormatError` for an
+    unknown name or a file that is corrupt or unsupported, `EnvironmentMissing` if the `models`
+    extra, the network or a writable cache folder is missing.
+    """
+    # Late, because the file readers come with the optional `models` extra.
+    try:
+        from lazykv.models.fetch import locate_model  # noqa: PLC0415
+        from lazykv.models.gguf_file import read_gguf  # noqa: PLC0415
+        from lazykv.models.safetensors_folder import read_folder  # noqa: PLC0415
+    except ModuleNotFoundError as e:
+        raise EnvironmentMissing(
+            f"models.load: got no module {e.name!r}, need it; pip install 'lazykv[models]'"
+        ) from e
+    path = locate_model(path_or_name)
+    checkpoint = read_folder(path) if path.is_dir() else read_gguf(path)
+    return LlamaModel(
+        checkpoint.config,
+        load_weights(checkpoint, progress),
+        tokenizer=checkpoint.tokenizer,
+        chat_template=checkpoint.chat_template,
+        name=checkpoint.name,
+    )

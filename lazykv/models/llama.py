@@ -1,0 +1,110 @@
+"""The graph of one step of a Llama-type transformer over a `KvCache`."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lazykv.dtypes import DType, f32, i64
+from lazykv.graph import Graph, Tensor, attention
+from lazykv.models.config import LlamaConfig, inv_freq
+from lazykv.models.weights import LayerWeights, LlamaWeights
+from lazykv.symbols import Sym
+
+
+@dataclass(frozen=True, slots=True)
+class StepGraph:
+    """The graph of `seq` tokens: logits ``[vocab]`` of the last one, the cache placeholders per
+    layer, the inputs bound per step (``ids`` i64 ``[seq]``, ``cos`` and ``sin`` ``[seq, D/2]``),
+    and the symbol of the live length before the step."""
+
+    graph: Graph
+    logits: Tensor
+    kv_nodes: tuple[tuple[Tensor, Tensor], ...]
+    bound: dict[str, Tensor]
+    position: Sym
+
+
+def build_step(
+    config: LlamaConfig, weights: LlamaWeights, *, seq: int, capacity: int, kv_dtype: DType
+) -> StepGraph:
+    """Build the step for `seq` tokens over caches of `capacity` rows.
+
+    Weights are taken by reference. Attention sees ``position + seq`` rows: the cache's live rows
+    and the step's own.
+    """
+    g = Graph()
+    ids = g.placeholder((seq,), i64, "ids")
+    half = (seq, config.head_dim // 2)
+    cos, sin = g.placeholder(half, f32, "cos"), g.placeholder(half, f32, "sin")
+    position = Sym("cached_len", 0, capacity - seq)
+    head = g.const(weights.head, name="head")
+    if weights.embedding is None:
+        table = head.transpose(0, 1)
+    else:
+        table = g.const(weights.embedding, name="embedding")
+    x = table.take(ids)
+    kv_nodes = []
+    for i, layer in enumerate(weights.layers):
+        shape = (1, config.n_kv_heads, capacity, config.head_dim)
+        k_cache = g.placeholder(shape, kv_dtype, f"blk.{i}.k")
+        v_cache = g.placeholder(shape, kv_dtype, f"blk.{i}.v")
+        kv_nodes.append((k_cache, v_cache))
+        x = _attention_block(config, layer, i, x, (cos, sin), (k_cache, v_cache), position)
+        x = _feed_forward_block(config, layer, i, x)
+    norm = g.const(weights.norm, name="norm")
+    last = x.slice(0, seq - 1, 1).rms_norm(norm, config.rms_eps)
+    logits = (last @ head).reshape(config.vocab_size)
+    return StepGraph(g, logits, tuple(kv_nodes), {"ids": ids, "cos": cos, "sin": sin}, position)
+
+
+def _attention_block(
+    config: LlamaConfig, layer: LayerWeights, i: int, x: Tensor, rope: tuple[Tensor, Tensor],
+    caches: tuple[Tensor, Tensor], position: Sym,
+) -> Tensor:  # fmt: skip
+    """x + output(attention(rope(q), cached k, cached v)), k and v written at `position` first."""
+    g, seq, dim = x.graph, x.shape[0], config.head_dim
+    queries, keys = config.n_heads, config.n_kv_heads
+    h = x.rms_norm(g.const(layer.attn_norm, name=f"blk.{i}.attn_norm"), config.rms_eps)
+    qkv = h @ g.const(layer.qkv, name=f"blk.{i}.attn_qkv")
+    heads = qkv.reshape(1, seq, queries + 2 * keys, dim).transpose(1, 2)
+    # One rotation for queries and keys together: half the calls of two.
+    turned = heads.slice(1, 0, queries + keys).rope(*rope, interleaved=config.rope_interleaved)
+    q, k = turned.slice(1, 0, queries), turned.slice(1, queries, keys)
+    v = heads.slice(1, queries + keys, keys)
+    k_cache, v_cache = caches
+    if k_cache.dtype is not x.dtype:
+        k, v = k.cast(k_cache.dtype), v.cast(k_cache.dtype)
+    k_all = k_cache.at[:, :, position : position + seq].set(k)
+    v_all = v_cache.at[:, :, position : position + seq].set(v)
+    seen = attention(q, k_all, v_all, length=position + seq)
+    joined = seen.transpose(1, 2).reshape(seq, queries * dim)
+    return x + joined @ g.const(layer.output, name=f"blk.{i}.attn_output")
+
+
+def _feed_forward_block(config: LlamaConfig, layer: LayerWeights, i: int, x: Tensor) -> Tensor:
+    """x + down(silu(gate) * up) (SwiGLU: Shazeer, 2020, arXiv:2002.05202)."""
+    g, inner = x.graph, config.intermediate_size
+    h = x.rms_norm(g.const(layer.ffn_norm, name=f"blk.{i}.ffn_norm"), config.rms_eps)
+    both = h @ g.const(layer.gate_up, name=f"blk.{i}.ffn_gate_up")
+    gate, up = both.slice(1, 0, inner), both.slice(1, inner, inner)
+    return x + (gate.silu() * up) @ g.const(layer.down, name=f"blk.{i}.ffn_down")
+
+
+class RopeTable:
+    """Cosines and sines of every position so far asked for, computed in float64, kept in float32."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        self._inv_freq = inv_freq(config)
+        self._cos = np.empty((0, len(self._inv_freq)), np.float32)
+        self._sin = self._cos
+
+    def rows(self, start: int, n: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """cos and sin ``[n, D/2]`` for positions start..start+n."""
+        if start + n > len(self._cos):
+            # Doubling keeps the cost per token constant on average.
+            size = max(256, 2 * len(self._cos), start + n)
+            angles = np.arange(size, dtype=np.float64)[:, None] * self._inv_freq
+            self._cos = np.cos(angles).astype(np.float32)
+            self._sin = np.sin(angles).astype(np.float32)
+        return self._cos[start : start + n], self._sin[start : start + n]

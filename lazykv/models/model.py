@@ -1,0 +1,202 @@
+"""LlamaModel: weights, tokenizer and the held plans that decode with them."""
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, SupportsIndex
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lazykv.device import DeviceLike
+from lazykv.dtypes import DTypeLike, dtype, f32
+from lazykv.errors import DTypeError, GraphError, ModelFormatError, RangeError, ShapeError
+from lazykv.ids import ModelInstanceId
+from lazykv.kv.cache import KvCache
+from lazykv.kv.layer import KvSlot
+from lazykv.models.config import LlamaConfig
+from lazykv.models.llama import RopeTable, StepGraph, build_step
+from lazykv.models.weights import LlamaWeights
+from lazykv.sessions.context import InferenceContext
+from lazykv.sessions.decode import DecodeSession
+
+if TYPE_CHECKING:
+    from lazykv.models.tokenizer import Tokenizer
+
+MAX_CHUNK = 256
+"""Tokens of one prefill step: large enough for matrix products to pay, small enough that
+intermediates stay in the caches."""
+
+
+class LlamaModel:
+    """A loaded Llama-type model. Weights are shared by every cache and session of this object."""
+
+    def __init__(
+        self, config: LlamaConfig, weights: LlamaWeights, *, tokenizer: "Tokenizer | None" = None,
+        chat_template: str | None = None, name: str = "llama",
+    ) -> None:  # fmt: skip
+        self.config = config
+        self.weights = weights
+        self.name = name
+        self.chat_template = chat_template
+        self.instance_id = ModelInstanceId()
+        self.weights_epoch = 0
+        self._tokenizer = tokenizer
+        self._rope = RopeTable(config)
+        self._ctx = InferenceContext("cpu")
+
+    @property
+    def tokenizer(self) -> "Tokenizer":
+        if self._tokenizer is None:
+            raise ModelFormatError(f"model {self.name!r}: got no vocabulary in its file, need one")
+        return self._tokenizer
+
+    @property
+    def model_key(self) -> tuple[object, ...]:
+        """What a held plan bakes about the model: family, instance, weights epoch, structure."""
+        c = self.config
+        structure = (c.n_layers, c.hidden_size, c.intermediate_size, c.n_heads, c.n_kv_heads,
+                     c.head_dim, c.vocab_size, c.rms_eps, c.rope_interleaved, c.tied_head)  # fmt: skip
+        return ("llama", self.instance_id, self.weights_epoch, structure)
+
+    def new_cache(
+        self, max_seq_len: SupportsIndex, dtype: DTypeLike | None = None,
+        device: DeviceLike | None = None,
+    ) -> KvCache:  # fmt: skip
+        """A cache of this model's geometry; f32 on the CPU unless told otherwise."""
+        c = self.config
+        return KvCache.with_capacity(
+            c.n_layers, c.n_kv_heads, c.head_dim, max_seq_len, f32 if dtype is None else _dtype(dtype),
+            "cpu" if device is None else device,
+        )  # fmt: skip
+
+    def prefill(
+        self, ids: Iterable[SupportsIndex], cache: KvCache, ctx: InferenceContext | None = None
+    ) -> NDArray[np.float32]:
+        """Run a prompt (or its continuation) into the cache; logits ``[vocab]`` of the last token.
+
+        The prompt runs in chunks whose lengths are powers of two, so that a handful of plans serves
+        every prompt. Raises before anything is written if the prompt is empty, holds an unknown id
+        or does not fit.
+        """
+        tokens = self._tokens("prefill", ids)
+        if not tokens.size:
+            raise ShapeError("prefill: got an empty prompt, need at least one token")
+        start = self._check_room("prefill", cache, tokens.size)
+        done = 0
+        try:
+            while True:
+                seq = min(MAX_CHUNK, 1 << ((tokens.size - done).bit_length() - 1))
+                logits = self._run(tokens[done : done + seq], cache, ctx)
+                done += seq
+                if done == tokens.size:
+                    return logits
+        except BaseException:
+            cache.truncate_to(start)
+            raise
+
+    def decode_step(
+        self, token: SupportsIndex, cache: KvCache, ctx: InferenceContext | None = None
+    ) -> NDArray[np.float32]:
+        """Append one token to the cache and return the logits ``[vocab]`` that follow it.
+
+        The plan is made once and held with the cache (or in `ctx`); `cached_len` moves by one.
+        """
+        tokens = self._tokens("decode_step", (token,))
+        self._check_room("decode_step", cache, 1)
+        return self._run(tokens, cache, ctx)
+
+    def session_for(
+        self, cache: KvCache, seq: int = 1, ctx: InferenceContext | None = None
+    ) -> DecodeSession:
+        """The held session for steps of `seq` tokens, planned anew if the held one is not valid."""
+        # A context carries one session, the single-token one; prefill plans stay with the cache.
+        shared = ctx is not None and seq == 1
+        slot = ("llama", self.instance_id, seq)
+        held = ctx.take_decode_session() if shared and ctx is not None else cache.held.get(slot)
+        if held is None or not held.is_valid_for(cache, seq=seq, model_key=self.model_key):
+            held = self._plan(cache, seq, ctx)
+        if shared and ctx is not None:
+            ctx.put_decode_session(held)
+        else:
+            cache.held[slot] = held
+        return held
+
+    def step_graph(self, cache: KvCache, seq: int = 1) -> StepGraph:
+        """The graph that `session_for` plans."""
+        capacity, kv_dtype = cache.max_seq_len, cache.dtype
+        if capacity is None or kv_dtype is None:
+            raise GraphError("decode: got a cache without capacity, need one made by new_cache")
+        return build_step(self.config, self.weights, seq=seq, capacity=capacity, kv_dtype=kv_dtype)
+
+    def _plan(self, cache: KvCache, seq: int, ctx: InferenceContext | None) -> DecodeSession:
+        step = self.step_graph(cache, seq)
+        session = DecodeSession.build(
+            ctx or self._ctx, step.logits, kv=cache, kv_nodes=step.kv_nodes, bound=step.bound,
+            seq=seq, model_key=self.model_key,
+        )  # fmt: skip
+        session.position = step.position
+        return session
+
+    def _run(
+        self, tokens: NDArray[np.int64], cache: KvCache, ctx: InferenceContext | None
+    ) -> NDArray[np.float32]:
+        seq, start = len(tokens), cache.cached_len
+        session = self.session_for(cache, seq, ctx)
+        cos, sin = self._rope.rows(start, seq)
+        logits = session.step({"ids": tokens, "cos": cos, "sin": sin}, {session.position: start})
+        for layer in range(cache.n_layers()):
+            cache.bump_version(layer, KvSlot.K)
+            cache.bump_version(layer, KvSlot.V)
+        cache.cached_len = start + seq
+        return logits
+
+    def _tokens(self, who: str, ids: Iterable[SupportsIndex]) -> NDArray[np.int64]:
+        if isinstance(ids, str):
+            raise DTypeError(f"{who}: got text, need token ids; use tokenizer.encode")
+        try:
+            tokens = [operator.index(i) for i in ids]
+        except TypeError:
+            raise DTypeError(f"{who}: got {ids!r}, need token ids (integers)") from None
+        vocab = self.config.vocab_size
+        for t in tokens:
+            if not 0 <= t < vocab:
+                raise RangeError(f"{who}: got token {t}, need 0 <= token < {vocab}")
+        return np.asarray(tokens, np.int64)
+
+    def _check_room(self, who: str, cache: KvCache, n: int) -> int:
+        c = self.config
+        have = (cache.n_layers(), cache.n_kv_heads, cache.head_dim)
+        if have != (c.n_layers, c.n_kv_heads, c.head_dim):
+            raise ShapeError(
+                f"{who}: got a cache of {have[0]} layers with {have[1]} heads of {have[2]}, need "
+                f"{c.n_layers} layers with {c.n_kv_heads} heads of {c.head_dim}; use new_cache"
+            )
+        if cache.max_seq_len is None or any(layer is None for layer in cache.layers):
+            raise GraphError(f"{who}: got a cache without storage, need one made by new_cache")
+        start = cache.cached_len
+        if start + n > cache.max_seq_len:
+            raise RangeError(
+                f"{who}: got {n} tokens at length {start}, need {start + n} <= capacity "
+                f"{cache.max_seq_len}"
+            )
+        return start
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Messages (``role``, ``content``) laid out by the model's own chat template."""
+        if self.chat_template is None:
+            raise ModelFormatError(
+                f"model {self.name!r}: got no chat template in its file, need one"
+            )
+        # Late, because the template engine comes with the optional `models` extra.
+        from lazykv.models.chat import render_chat  # noqa: PLC0415
+
+        t = self.tokenizer
+        bos = "" if t.bos_id is None else t.token_text(t.bos_id) or ""
+        eos = t.token_text(t.eos_ids[0]) or "" if t.eos_ids else ""
+        return render_chat(self.chat_template, messages, bos=bos, eos=eos)
+
+    def __repr__(self) -> str:
+        return f"LlamaModel({self.name!r}, {self.config.n_layers} layers, {self.instance_id})"
+
+
+_dtype = dtype

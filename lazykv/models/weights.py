@@ -1,0 +1,120 @@
+"""Weights as the graph wants them: merged projections, input axis first, one storage each.
+
+``x @ W`` with W ``[in, out]`` is the fastest matrix-vector product that NumPy has, and one merged
+product costs less than the three or two it replaces.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lazykv.models.config import LlamaConfig
+from lazykv.storage import Storage
+
+if TYPE_CHECKING:
+    from lazykv.models.checkpoint import Checkpoint
+
+Progress = Callable[[int, int], None]
+"""Called with (tensors loaded, tensors in all)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One block. Shapes: norms ``[hidden]``, `qkv` ``[hidden, (Hq + 2 Hkv) * D]``, `output``
+    ``[Hq * D, hidden]``, `gate_up` ``[hidden, 2 * inner]``, `down` ``[inner, hidden]``."""
+
+    attn_norm: Storage
+    qkv: Storage
+    output: Storage
+    ffn_norm: Storage
+    gate_up: Storage
+    down: Storage
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaWeights:
+    """All weights. `head` is ``[hidden, vocab]``; `embedding` is ``[vocab, hidden]``, or None where
+    the head is tied: then the embedding is the transposed view of the same storage."""
+
+    embedding: Storage | None
+    head: Storage
+    norm: Storage
+    layers: tuple[LayerWeights, ...]
+
+    @property
+    def nbytes(self) -> int:
+        total = self.head.nbytes + self.norm.nbytes
+        total += 0 if self.embedding is None else self.embedding.nbytes
+        for layer in self.layers:
+            total += sum(getattr(layer, name).nbytes for name in LayerWeights.__slots__)
+        return total
+
+
+def load_weights(checkpoint: "Checkpoint", progress: Progress | None = None) -> LlamaWeights:
+    """Read, dequantize to f32 and merge, one block at a time."""
+    config, tensors = checkpoint.config, checkpoint.tensors
+    total, done = len(tensors), 0
+
+    def load(name: str) -> NDArray[np.float32]:
+        nonlocal done
+        array = tensors[name].load()
+        done += 1
+        if progress is not None:
+            progress(done, total)
+        return array
+
+    def merged(*names: str) -> Storage:
+        return frozen(np.concatenate([load(n).T for n in names], axis=1))
+
+    embedding = None if config.tied_head else frozen(load("token_embd.weight"))
+    head = merged("token_embd.weight" if config.tied_head else "output.weight")
+    layers = []
+    for i in range(config.n_layers):
+        block = [f"blk.{i}.{part}.weight" for part in _PARTS]
+        attn_norm, q, k, v, output, ffn_norm, gate, up, down = block
+        layers.append(
+            LayerWeights(
+                frozen(load(attn_norm)), merged(q, k, v), merged(output),
+                frozen(load(ffn_norm)), merged(gate, up), merged(down),
+            )
+        )  # fmt: skip
+    return LlamaWeights(embedding, head, frozen(load("output_norm.weight")), tuple(layers))
+
+
+_PARTS = (
+    "attn_norm", "attn_q", "attn_k", "attn_v", "attn_output",
+    "ffn_norm", "ffn_gate", "ffn_up", "ffn_down",
+)  # fmt: skip
+
+
+def frozen(array: NDArray[np.float32]) -> Storage:
+    """A storage over an array that nobody writes any more."""
+    array = np.ascontiguousarray(array)
+    array.flags.writeable = False
+    return Storage.wrap(array)
+
+
+def random_weights(config: LlamaConfig, seed: int, scale: float = 0.05) -> LlamaWeights:
+    """Small random weights of the right shapes, for tests and dumps of models without a file."""
+    rng = np.random.default_rng(seed)
+
+    def matrix(*shape: int) -> Storage:
+        return frozen(rng.standard_normal(shape, dtype=np.float32) * np.float32(scale))
+
+    def ones(n: int) -> Storage:
+        return frozen(np.ones(n, np.float32))
+
+    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    layers = tuple(
+        LayerWeights(
+            ones(hidden), matrix(hidden, (config.n_heads + 2 * config.n_kv_heads) * dim),
+            matrix(config.n_heads * dim, hidden), ones(hidden),
+            matrix(hidden, 2 * inner), matrix(inner, hidden),
+        )
+        for _ in range(config.n_layers)
+    )  # fmt: skip
+    embedding = None if config.tied_head else matrix(config.vocab_size, hidden)
+    return LlamaWeights(embedding, matrix(hidden, config.vocab_size), ones(hidden), layers)

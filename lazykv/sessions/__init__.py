@@ -1,0 +1,1 @@
+"""Held plans: what a decode loop keeps between tokens."""

@@ -1,0 +1,89 @@
+"""InferenceContext: long-lived storages by node, and the one session a decode loop holds."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from lazykv.device import DeviceLike, device
+from lazykv.errors import BindingError, GraphError
+from lazykv.graph import Tensor
+from lazykv.runtime.realize import realize
+from lazykv.storage import Storage
+from lazykv.symbols import EnvLike
+
+if TYPE_CHECKING:
+    from lazykv.sessions.decode import DecodeSession
+
+
+class InferenceContext:
+    """Storages that outlive a pass, keyed by the node they are bound to, on one device."""
+
+    def __init__(self, device_: DeviceLike = "cpu") -> None:
+        self.device = device(device_)
+        self._storages: dict[int, Storage] = {}
+        self._session: DecodeSession | None = None
+
+    def insert(self, node: Tensor | int, storage: Storage) -> None:
+        """Bind a node to a storage for every later pass."""
+        if not isinstance(storage, Storage):
+            raise BindingError(
+                f"InferenceContext.insert: got {type(storage).__name__}, need a Storage"
+            )
+        if isinstance(node, Tensor) and node.spec != storage.spec:
+            raise BindingError(f"InferenceContext.insert: got {storage.spec}, need {node.spec}")
+        self._storages[_node_id(node)] = storage
+
+    def remove(self, node: Tensor | int) -> Storage | None:
+        """Forget a node's storage; returns it, or None if there was none."""
+        return self._storages.pop(_node_id(node), None)
+
+    def contains(self, node: Tensor | int) -> bool:
+        return _node_id(node) in self._storages
+
+    __contains__ = contains
+
+    def get(self, node: Tensor | int) -> Storage | None:
+        return self._storages.get(_node_id(node))
+
+    def __len__(self) -> int:
+        return len(self._storages)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def clear_persistent(self) -> None:
+        """Forget every storage and the held session."""
+        self._storages.clear()
+        self._session = None
+
+    def bindings_for(self, targets: Sequence[Tensor]) -> dict[Tensor, Storage]:
+        """The storages of this context that the graph of the targets has nodes for."""
+        graph = targets[0].graph if targets else ()
+        return {t: self._storages[t.node_id] for t in graph if t.node_id in self._storages}
+
+    def realize(self, target: Tensor, env: EnvLike = None) -> Any:
+        """One target with this context's storages bound."""
+        return realize(target, self.bindings_for([target]), env, self.device)
+
+    def realize_many(self, targets: Sequence[Tensor], env: EnvLike = None) -> list[Any]:
+        """Several targets of one graph in one pass."""
+        out: list[Any] = realize(list(targets), self.bindings_for(targets), env, self.device)
+        return out
+
+    def take_decode_session(self) -> "DecodeSession | None":
+        """Hand the held session out; the context no longer has it."""
+        session, self._session = self._session, None
+        return session
+
+    def put_decode_session(self, session: "DecodeSession") -> None:
+        self._session = session
+
+    def has_decode_session(self) -> bool:
+        return self._session is not None
+
+
+def _node_id(node: Tensor | int) -> int:
+    if isinstance(node, Tensor):
+        return node.node_id
+    if isinstance(node, bool) or not isinstance(node, int):
+        raise GraphError(f"InferenceContext: got {node!r}, need a Tensor or a node id")
+    return node

@@ -1,0 +1,215 @@
+"""DecodeSession: a decode step planned once and run again for every token.
+
+The session is welded to the storages of one cache allocation. Per token only the bound data (token,
+rope tables, ...) and the symbols change; the plan, its registers and its kernels stay.
+"""
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from lazykv.compiler.manifest import Manifest
+from lazykv.compiler.plan import Plan, check_input
+from lazykv.device import Array, HostArray, device, generation, host_array
+from lazykv.dtypes import to_raw
+from lazykv.errors import BindingError, GraphError, SessionBusy
+from lazykv.graph import Tensor
+from lazykv.ids import KvAllocId
+from lazykv.ops.sources import Placeholder
+from lazykv.runtime.realize import plan as make_plan
+from lazykv.sessions.context import InferenceContext
+from lazykv.storage import Storage
+from lazykv.symbols import EnvLike, Sym
+
+KvNodes = Sequence[tuple[Tensor, Tensor]]
+
+
+class PlanValidity(Enum):
+    """Whether a held plan may run for a cache.
+
+    `AllocationChanged`: the storages are the only difference, so re-binding can help. `Stale`:
+    something else that the plan baked differs.
+    """
+
+    Valid = "valid"
+    AllocationChanged = "allocation changed"
+    Stale = "stale"
+
+
+def kv_facts(kv: Any, seq: int, model_key: tuple[object, ...]) -> dict[str, object]:
+    """What a plan bakes about its cache and its model, read from the cache itself."""
+    layers = getattr(kv, "n_layers", None)
+    dtype = getattr(kv, "dtype", None)
+    return {
+        "seq": seq,
+        "model_key": tuple(model_key),
+        "kv.layers": layers() if callable(layers) else layers,
+        "kv.capacity": getattr(kv, "max_seq_len", None),
+        "kv.heads": getattr(kv, "n_kv_heads", None),
+        "kv.head_dim": getattr(kv, "head_dim", None),
+        "kv.dtype": None if dtype is None else str(dtype),
+        "kv.alloc_id": int(kv.alloc_id()),
+    }
+
+
+class DecodeSession:
+    """A plan, the cache allocation it is welded to, and the names of its bound inputs.
+
+    `build` plans; `step` re-binds and runs. One thread owns a session: a second concurrent call
+    raises `SessionBusy` and changes nothing.
+    """
+
+    def __init__(
+        self, plan: Plan, manifest: Manifest, kv_nodes: KvNodes, bound: Mapping[str, Tensor],
+        alloc_id: KvAllocId,
+    ) -> None:  # fmt: skip
+        self.plan = plan
+        self.manifest = manifest
+        self.kv_nodes = tuple(tuple(pair) for pair in kv_nodes)
+        self.realize_count = 0
+        self.position: Sym | None = None
+        self._alloc_id = alloc_id
+        self._feeds = [_Feed(name, plan, t) for name, t in bound.items() if t in plan.leaves]
+
+    @classmethod
+    def build(
+        cls, ctx: InferenceContext, target: Tensor, *, kv: Any, kv_nodes: KvNodes,
+        bound: Mapping[str, Tensor], seq: int = 1, model_key: tuple[object, ...] = (),
+    ) -> "DecodeSession":  # fmt: skip
+        """Plan `target` for a cache.
+
+        `kv_nodes` are the placeholders of slot 0 and 1 per layer, `bound` the placeholders whose
+        data comes with every step. Any other placeholder must have a storage in `ctx`.
+        """
+        bindings: dict[Tensor, Storage] = dict(ctx.bindings_for([target]))
+        bindings.update(_kv_bindings(kv, kv_nodes))
+        for name, t in bound.items():
+            if not isinstance(t, Tensor) or not isinstance(t.op, Placeholder):
+                raise GraphError(f"DecodeSession.build: got {t!r} for {name!r}, need a placeholder")
+            if t in bindings:
+                raise BindingError(
+                    f"DecodeSession.build: got {name!r} bound both per step and to a storage, need one"
+                )
+        plan = make_plan(target, bindings, ctx.device)
+        for t in bound.values():
+            if t in plan.leaves:
+                plan.input_storage(plan.leaves.index(t))
+        plan.resolve()
+        manifest = plan.manifest.with_baked(kv_facts(kv, seq, model_key))
+        return cls(plan, manifest, kv_nodes, bound, kv.alloc_id())
+
+    def step(self, data: Mapping[str, Any], env: EnvLike = None) -> HostArray:
+        """Run the plan for new data and symbol values; returns a fresh array.
+
+        Everything is checked before the first kernel: names, shapes, dtypes, symbol ranges. Names
+        the plan does not need are ignored.
+        """
+        plan = self.plan
+        if not plan.running.acquire(blocking=False):
+            raise SessionBusy(
+                f"session of plan {plan.id}: got a step while one runs, need one owner"
+            )
+        try:
+            plan.set_symbols(env)
+            arrays = []
+            for feed in self._feeds:
+                array = data.get(feed.name)
+                if (
+                    type(array) is not feed.plain
+                    or array.dtype != feed.dtype
+                    or array.shape != feed.shape
+                ):
+                    array = feed.check(array)
+                arrays.append(array)
+            for feed, array in zip(self._feeds, arrays, strict=True):
+                feed.copy_in(feed.dest, array)
+            results = plan.execute()
+        finally:
+            plan.running.release()
+        self.realize_count += 1
+        return results[0] if plan.single else results  # type: ignore[return-value]
+
+    @property
+    def alloc_id(self) -> KvAllocId:
+        """The cache allocation whose storages are baked into the plan."""
+        return self._alloc_id
+
+    @property
+    def node_count(self) -> int:
+        return self.plan.node_count
+
+    def differences(
+        self, kv: Any, *, seq: int = 1, model_key: tuple[object, ...]
+    ) -> dict[str, tuple[object, object]]:
+        """Every baked fact that differs from what a cache and model would bake now."""
+        now = kv_facts(kv, seq, model_key)
+        for name in self.manifest.baked:
+            if name.startswith("generation:"):
+                now[name] = generation(device(name.partition(":")[2]).location)
+        return self.manifest.differences(now)
+
+    def validity_for(self, kv: Any, *, seq: int = 1, model_key: tuple[object, ...]) -> PlanValidity:
+        """Whether this plan may run for a cache: a comparison of what is baked, nothing else."""
+        different = self.differences(kv, seq=seq, model_key=model_key)
+        if not different:
+            return PlanValidity.Valid
+        if set(different) == {"kv.alloc_id"}:
+            return PlanValidity.AllocationChanged
+        return PlanValidity.Stale
+
+    def is_valid_for(self, kv: Any, *, seq: int = 1, model_key: tuple[object, ...]) -> bool:
+        return self.validity_for(kv, seq=seq, model_key=model_key) is PlanValidity.Valid
+
+    def __repr__(self) -> str:
+        return f"DecodeSession(plan {self.plan.id}, {self.realize_count} steps)"
+
+
+class _Feed:
+    """One bound input: where its bytes go, and what they must look like."""
+
+    __slots__ = ("copy_in", "dest", "dtype", "name", "plain", "shape", "tensor")
+
+    def __init__(self, name: str, plan: Plan, tensor: Tensor) -> None:
+        self.name = name
+        self.tensor = tensor
+        store = plan.input_storage(plan.leaves.index(tensor))
+        self.dest: Array = store.array
+        self.copy_in = device(store.location).backend.copy_in
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype.numpy
+        # Raw-bit dtypes need a view of the array first: the exact-type shortcut must not match.
+        self.plain: type = _Never if tensor.dtype.is_bits else np.ndarray
+
+    def check(self, value: object) -> HostArray:
+        if value is None:
+            raise BindingError(
+                f"bound {self.name!r}: got nothing, need {self.tensor.spec} every step"
+            )
+        array = host_array(value)
+        check_input(self.name, self.tensor.spec, array)
+        return to_raw(array)
+
+
+class _Never:
+    """The type of no array."""
+
+
+def _kv_bindings(kv: Any, kv_nodes: KvNodes) -> dict[Tensor, Storage]:
+    layers = getattr(kv, "n_layers", None)
+    count = layers() if callable(layers) else layers
+    if count is not None and count > len(kv_nodes):
+        raise GraphError(
+            f"DecodeSession.build: got {count} layers in kv and {len(kv_nodes)} kv_nodes, need as many"
+        )
+    out: dict[Tensor, Storage] = {}
+    for layer, pair in enumerate(kv_nodes):
+        for which, node in enumerate(pair):
+            storage = kv.rebind_slot(layer, which)
+            if storage is None:
+                raise BindingError(
+                    f"DecodeSession.build: got no storage for layer {layer}, slot {which}, need one"
+                )
+            out[node] = storage
+    return out
