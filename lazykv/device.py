@@ -12,13 +12,14 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from lazykv.dtypes import DType
-from lazykv.errors import BackendUnavailable, LazyKvError
+from lazykv.errors import BackendUnavailable, LazyKvError, ShapeError
 from lazykv.layout import Layout
 from lazykv.spec import Spec
 
@@ -121,6 +122,10 @@ class Backend(ABC):
     @abstractmethod
     def copy_in(self, dest: Array, source: HostArray) -> None:
         """Host to device; same shape and raw dtype."""
+
+    def feeder(self, dest: Array) -> Callable[[HostArray], object]:
+        """``copy_in`` for one destination, resolved once: what a held plan calls per token."""
+        return partial(self.copy_in, dest)
 
     @abstractmethod
     def copy_out(self, source: Array) -> HostArray:
@@ -249,4 +254,9 @@ def host_array(value: object) -> HostArray:
         return value
     if hasattr(value, "__dlpack__") and not isinstance(value, np.generic):
         return np.from_dlpack(value)  # type: ignore[arg-type]
-    return np.asarray(value)
+    if isinstance(value, bytes):  # NumPy would make a string of it
+        return np.frombuffer(value, np.uint8)
+    try:
+        return np.asarray(value)
+    except ValueError as e:
+        raise ShapeError(f"array: got {type(value).__name__}: {e}, need a rectangular one") from e

@@ -100,7 +100,7 @@ def dtype(spec: DTypeLike) -> DType:
     if spec is not None:
         try:
             found = _BY_NUMPY.get(np.dtype(spec).newbyteorder("="))
-        except TypeError:
+        except (TypeError, ValueError, SyntaxError):
             found = None
         if found is not None:
             return found

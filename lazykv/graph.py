@@ -7,7 +7,7 @@ from typing import Any, SupportsFloat, SupportsIndex, TypeAlias
 
 import numpy as np
 
-from lazykv.device import DeviceLike, as_location, host_array
+from lazykv.device import DeviceLike, HostArray, as_location, host_array
 from lazykv.dtypes import DType, DTypeLike, dtype
 from lazykv.errors import DTypeError, GraphError, RangeError, ShapeError
 from lazykv.ids import NodeId, next_node_id
@@ -17,7 +17,7 @@ from lazykv.ops.attention import Attention
 from lazykv.ops.matmul import MatMul
 from lazykv.ops.move import Cast, Concat, Copy, Take, Where
 from lazykv.ops.norm import LayerNorm, RmsNorm
-from lazykv.ops.op import Op
+from lazykv.ops.op import Op, need_number_of
 from lazykv.ops.reduce import Max, Mean, Reduce, Softmax, Sum
 from lazykv.ops.rope import Rope
 from lazykv.ops.sources import Alloc, Const, Fill, Placeholder, ZeroFill
@@ -58,7 +58,7 @@ class Graph:
         if isinstance(data, Storage):
             store = data
         elif want is not None and not hasattr(data, "dtype"):
-            store = Storage.from_array(np.asarray(data, dtype=want.numpy))
+            store = Storage.from_array(_numbers(data, want))
         else:
             store = Storage.from_array(host_array(data))
         if want is not None and store.dtype is not want:
@@ -131,6 +131,18 @@ class Graph:
 
 
 _dtype = dtype
+
+
+def _numbers(data: object, want: DType) -> HostArray:
+    """Python numbers as an array of a dtype that can hold them; floats are rounded, never cut."""
+    found = host_array(data)
+    who, got = "const", Spec(found.shape, dtype(found.dtype)) if found.size else None
+    if got is not None and got.dtype.is_float and not want.is_float:
+        raise DTypeError(f"{who}: got {got}, need whole numbers for dtype {want}")
+    if got is not None and not want.is_float and found.size:
+        need_number_of(who, Spec(found.shape, want), int(found.min()))
+        need_number_of(who, Spec(found.shape, want), int(found.max()))
+    return found.astype(want.numpy)
 
 
 class Tensor:
@@ -277,7 +289,7 @@ class Tensor:
             else:
                 start = _from_end(as_dim(item), out.shape[axis])
                 out = out.slice(axis, start, 1).squeeze(axis)
-        return out if out is not self else self._do(Slice(0, 0, self.shape[0]))
+        return out
 
     # Arithmetic
 

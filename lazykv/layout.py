@@ -50,6 +50,8 @@ class Layout:
     @property
     def repeats(self) -> bool:
         """Whether several indices name one element (a broadcast view)."""
+        if 0 in self.shape:
+            return False
         return any(n > 1 and s == 0 for n, s in zip(self.shape, self.strides, strict=True))
 
     def slice(self, axis: int, start: Dim, length: int) -> "Layout":

@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import SupportsIndex, TypeAlias
 
@@ -41,7 +41,7 @@ class Spec:
 
 def as_shape(who: str, shape: Sequence[SupportsIndex] | SupportsIndex) -> Shape:
     """Check and normalize a caller's shape; extents are Python ints from here on."""
-    items = (shape,) if isinstance(shape, SupportsIndex) else tuple(shape)
+    items = tuple(shape) if isinstance(shape, Iterable) else (shape,)
     out: list[int] = []
     for item in items:
         try:

@@ -4,14 +4,14 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_ident
-from typing import SupportsIndex, TypeAlias
+from typing import Any, SupportsIndex, TypeAlias
 
 import numpy as np
 
 from lazykv import counters
 from lazykv.device import Array, DeviceLike, DeviceLocation, HostArray, device, host_array
 from lazykv.dtypes import DType, DTypeLike, dtype, to_logical, to_raw
-from lazykv.errors import BindingError, ShapeError, StorageLockError, StorageTornError
+from lazykv.errors import BindingError, DTypeError, ShapeError, StorageLockError, StorageTornError
 from lazykv.ids import next_storage_id
 from lazykv.layout import Layout
 from lazykv.spec import Shape, Spec, as_shape
@@ -210,12 +210,21 @@ class Storage:
         with self.read() as array:
             return to_logical(self._backend.copy_out(array), self.dtype)
 
-    def __dlpack__(self, **options: object) -> object:
+    # Exports share the memory and take no lock: who writes through one moves no version.
+
+    def __dlpack__(self, **options: Any) -> object:
         return to_logical(self.array, self.dtype).__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         kind, index = self.array.__dlpack_device__()
         return int(kind), int(index)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> HostArray:
+        return np.array(to_logical(self.array, self.dtype), dtype=dtype, copy=copy)
+
+    def __buffer__(self, flags: int) -> memoryview:
+        """The raw bits, for Python 3.12 and later (PEP 688)."""
+        return memoryview(self.array)
 
     def __len__(self) -> int:
         if not self.shape:
@@ -269,10 +278,22 @@ def release_all(claims: Sequence[Claim]) -> None:
             st.lock.release_read()
 
 
-def as_host_bytes(data: object) -> np.ndarray:  # type: ignore[type-arg]
-    """A caller's bytes-like object or array as a contiguous 1-D u8 host array (copied if needed)."""
-    if isinstance(data, bytes | bytearray | memoryview):
-        view = memoryview(data)
-        return np.frombuffer(view if view.contiguous else view.tobytes(), np.uint8)
-    array = np.ascontiguousarray(host_array(data))
+def as_host_bytes(who: str, data: object) -> HostArray:
+    """A caller's bytes as a contiguous 1-D u8 host array (copied if needed).
+
+    `data` is a bytes-like object, or an array whose elements are taken little-endian, in row-major
+    order.
+    """
+    if not isinstance(data, np.ndarray):
+        if not hasattr(data, "__dlpack__"):
+            try:
+                view = memoryview(data)  # type: ignore[arg-type]
+            except TypeError:
+                got = type(data).__name__
+                raise DTypeError(f"{who}: got {got}, need bytes or an array") from None
+            return np.frombuffer(view if view.c_contiguous else view.tobytes(), np.uint8)
+        data = host_array(data)
+    if data.dtype.hasobject:
+        raise DTypeError(f"{who}: got an array of {data.dtype}, need bytes or numbers")
+    array = np.ascontiguousarray(data, data.dtype.newbyteorder("<"))
     return array.reshape(-1).view(np.uint8)

@@ -12,7 +12,8 @@ from typing import Any, SupportsIndex, TypeAlias
 from lazykv.errors import SymbolError, SymbolRangeError
 
 
-def _as_int(who: str, value: object) -> int:
+def as_int(who: str, value: object) -> int:
+    """A caller's integer; SymbolError for anything else, bools included."""
     if isinstance(value, bool):
         raise SymbolError(f"{who}: got {value!r}, need an integer")
     try:
@@ -38,7 +39,7 @@ class _Arithmetic:
         return _combine(as_expr(other), as_expr(self), -1)
 
     def __mul__(self, factor: SupportsIndex) -> "Expr":
-        k, e = _as_int("symbol *", factor), as_expr(self)
+        k, e = as_int("symbol *", factor), as_expr(self)
         return Expr(tuple((s, c * k) for s, c in e.terms if c * k), e.const * k)
 
     __rmul__ = __mul__
@@ -59,8 +60,8 @@ class Sym(_Arithmetic):
 
     def __init__(self, name: str, low: int = 0, high: int | None = None) -> None:
         self.name = name
-        self.low = _as_int(f"Sym {name!r} low", low)
-        self.high = None if high is None else _as_int(f"Sym {name!r} high", high)
+        self.low = as_int(f"Sym {name!r} low", low)
+        self.high = None if high is None else as_int(f"Sym {name!r} high", high)
         if self.low < 0 or (self.high is not None and self.high < self.low):
             raise SymbolRangeError(
                 f"Sym {name!r}: got range {self.low}..{self.high}, need 0 <= low <= high"
@@ -109,7 +110,7 @@ class Expr(_Arithmetic):
 
 @dataclass(frozen=True, slots=True)
 class ScalarSlot:
-    """Stands for an expression inside a compiled op: the value is ``scalars[index]`` at run time."""
+    """Stands for an expression in a compiled op: the value is ``scalars[index]`` at run time."""
 
     index: int
 
@@ -125,7 +126,7 @@ def as_expr(value: object) -> Expr:
         return value
     if isinstance(value, Sym):
         return Expr(((value, 1),), 0)
-    return Expr((), _as_int("symbol expression", value))
+    return Expr((), as_int("symbol expression", value))
 
 
 def as_dim(value: object) -> Dim:
@@ -168,7 +169,7 @@ class SymEnv:
     def bind(self, sym: Sym, value: SupportsIndex) -> None:
         if not isinstance(sym, Sym):
             raise SymbolError(f"SymEnv.bind: got {sym!r}, need a Sym")
-        n = _as_int(f"symbol {sym.name!r}", value)
+        n = as_int(f"symbol {sym.name!r}", value)
         sym.check(n)
         old = self._values.setdefault(sym, n)
         if old != n:

@@ -5,7 +5,9 @@ arrays (a Python float operand costs a ufunc twice as much). What has no kernel 
 portable body, in f32 for the 16-bit floats.
 """
 
+import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -54,8 +56,11 @@ class CpuBackend(Backend):
         strides = tuple(s * dtype.itemsize for s in layout.strides)
         return np.lib.stride_tricks.as_strided(line[layout.offset :], layout.shape, strides)
 
-    # NumPy's own function: feeding a held plan then costs no Python-level call.
-    copy_in = staticmethod(np.copyto)
+    def copy_in(self, dest: Array, source: HostArray) -> None:
+        dest[...] = source
+
+    def feeder(self, dest: Array) -> Callable[[HostArray], object]:
+        return partial(dest.__setitem__, ...)  # no Python-level call per token
 
     def copy_out(self, source: Array) -> HostArray:
         return np.array(source, order="C")
@@ -97,9 +102,7 @@ def _run_body(call: Call) -> None:
         call.out[...] = op.body(np, *call.ins)
         return
     wide = [_widen(a, s.dtype) for a, s in zip(call.ins, call.in_specs, strict=True)]
-    # Rounding to a narrower float may overflow to inf, which is the right answer.
-    with np.errstate(over="ignore", invalid="ignore"):
-        to_logical(call.out, call.out_spec.dtype)[...] = op.body(np, *wide)
+    to_logical(call.out, call.out_spec.dtype)[...] = op.body(np, *wide)
 
 
 def _widen(array: Array, dtype: DType) -> Array:
@@ -136,7 +139,7 @@ def _write_slice(call: Call) -> Iterable[Step]:
         slice(None) if a in dynamic else slice(s, s + w)
         for a, (s, w) in enumerate(zip(starts, widths, strict=True))
     )
-    slab = out[fixed]
+    slab = out[(*fixed, ...)]  # the Ellipsis keeps rank 0 an array
     if not dynamic:
         return [(_assign, (slab, src))]
     if len(dynamic) == 1:
@@ -209,18 +212,26 @@ def _take_rows(op: Take, table: Array, ids: Array, out: Array) -> None:
 # Arithmetic in f32, or in whatever NumPy computes in natively.
 
 
+def _lines(*arrays: Array) -> tuple[Array, ...]:
+    """The arrays as 1-D where all are contiguous: a ufunc then has no axes to walk."""
+    if all(a.flags.c_contiguous for a in arrays):
+        return tuple(a.reshape(-1) for a in arrays)
+    return arrays
+
+
 def _binary(call: Call) -> Iterable[Step]:
-    return [(getattr(np, call.op.ufunc), (call.ins[0], call.ins[1], call.out))]
+    return [(getattr(np, call.op.ufunc), _lines(*call.ins, call.out))]
 
 
 def _binary_scalar(call: Call) -> Iterable[Step]:
     number = np.asarray(call.op.value, dtype=call.ins[0].dtype)
-    pair = (number, call.ins[0]) if call.op.reverse else (call.ins[0], number)
-    return [(getattr(np, call.op.ufunc), (*pair, call.out))]
+    array, out = _lines(call.ins[0], call.out)
+    pair = (number, array) if call.op.reverse else (array, number)
+    return [(getattr(np, call.op.ufunc), (*pair, out))]
 
 
 def _silu(call: Call) -> Iterable[Step]:
-    return [(_silu_into, (call.ins[0], call.out))]
+    return [(_silu_into, _lines(call.ins[0], call.out))]
 
 
 _ONE = np.asarray(1, np.float32)
@@ -228,21 +239,22 @@ _ONE = np.asarray(1, np.float32)
 
 def _silu_into(x: Array, out: Array) -> None:
     # exp overflows to inf for x below about -88, and x / inf is the right -0.
-    with np.errstate(over="ignore"):
-        np.negative(x, out)
-        np.exp(out, out)
+    np.negative(x, out)
+    np.exp(out, out)
     np.add(out, _ONE, out)
     np.divide(x, out, out)
 
 
 def _matmul(call: Call) -> Iterable[Step]:
     a, b, out = call.ins[0], call.ins[1], call.out
+    if not a.shape[-1]:
+        return [(out.fill, (0,))]
     if b.ndim == 2 and a.size == a.shape[-1]:
         # dot on vectors goes straight to gemv; matmul costs twice as much per call.
         return [(np.dot, (a.reshape(-1), b, out.reshape(-1)))]
     if b.ndim == 2 and a.flags.c_contiguous:
-        rows = (-1, a.shape[-1]) if a.shape[-1] else (a.size, 0)
-        return [(np.dot, (a.reshape(rows), b, out.reshape(-1, out.shape[-1])))] if out.size else []
+        lines = a.reshape(-1, a.shape[-1])
+        return [(np.dot, (lines, b, out.reshape(len(lines), -1)))] if out.size else []
     return [(np.matmul, (a, b, out))]
 
 
@@ -252,20 +264,29 @@ def _rms_norm_scratch(op: Any, ins: tuple[Spec, ...], out: Spec) -> tuple[Spec, 
 
 def _rms_norm(call: Call) -> Iterable[Step]:
     (x, weight), out, scale = call.ins, call.out, call.scratch[0]
+    if x.size == x.shape[-1]:
+        lines = (a.reshape(-1) for a in (x, weight, scale, out))  # views, also of strided rows
+        return [(_rms_norm_row, (*lines, 1 / x.size, call.op.eps))]
     width = np.asarray(x.shape[-1], np.float32)
     eps = np.asarray(call.op.eps, np.float32)
-    squares: Step = (_row_squares, (x, scale))
-    if x.size == x.shape[-1]:  # one row: its sum of squares is one dot product
-        line, scale = x.reshape(-1), scale.reshape(())
-        squares = (np.dot, (line, line, scale))
     return [
-        squares,
+        (_row_squares, (x, scale)),
         (np.divide, (scale, width, scale)),
         (np.add, (scale, eps, scale)),
         (np.sqrt, (scale, scale)),
         (np.divide, (x, scale, out)),
         (np.multiply, (out, weight, out)),
     ]
+
+
+def _rms_norm_row(
+    x: Array, weight: Array, scale: Array, out: Array, per_element: float, eps: float
+) -> None:
+    """One row: its sum of squares is one dot product, and the scale is one number."""
+    square = np.dot(x, x) * per_element + eps
+    scale[0] = 1 / math.sqrt(square) if square else math.inf
+    np.multiply(x, scale, out)
+    np.multiply(out, weight, out)
 
 
 def _row_squares(x: Array, out: Array) -> None:
@@ -311,6 +332,12 @@ def _attention_rule(op: Attention, ins: tuple[Spec, ...], out: Spec) -> bool:
     return _all_f32(op, ins[:3], out) and not op.has_mask and out.size > 0
 
 
+def _narrow_rule(op: Attention, ins: tuple[Spec, ...], out: Spec) -> bool:
+    """f32 queries over 16-bit rows."""
+    narrow = ins[1].dtype.is_float and ins[1].dtype.itemsize == 2
+    return ins[0].dtype is f32 and narrow and not op.has_mask and out.size > 0
+
+
 def _attention_scratch(op: Attention, ins: tuple[Spec, ...], out: Spec) -> tuple[Spec, ...]:
     q, k = ins[0].shape, ins[1].shape
     groups = q[1] // k[1]
@@ -341,6 +368,54 @@ def _attention(call: Call) -> Iterable[Step]:
             args = (q[b], k[b], v[b], call.out[b])
             steps.append((_attend_many, (op, scale, length, *args, *call.scratch)))
     return steps
+
+
+def _narrow_scratch(op: Attention, ins: tuple[Spec, ...], out: Spec) -> tuple[Spec, ...]:
+    rows = ins[1].shape[2]
+    block = _query_block(op, ins)
+    groups = ins[0].shape[1] // ins[1].shape[1]
+    return (Spec((rows * ins[1].shape[3],), f32), Spec((rows * ins[2].shape[3],), f32),
+            Spec((groups * block * rows,), f32), Spec((groups, block, ins[0].shape[3]), f32),
+            Spec((groups, block, 1), f32))  # fmt: skip
+
+
+def _narrow_attention(call: Call) -> Iterable[Step]:
+    """16-bit rows: the live rows of one key head at a time are widened to f32 scratch."""
+    q, k, v = call.ins[:3]
+    op: Attention = call.op
+    scale, length = np.asarray(op.scale, np.float32), _length_reader(call)
+    steps: list[Step] = []
+    if op.has_length:
+        steps.append((_check_length, (op, *call.in_specs[:2], call.ins[-1])))
+    groups = q.shape[1] // k.shape[1]
+    bits = call.in_specs[1].dtype.is_bits
+    for b in range(q.shape[0]):
+        for head in range(k.shape[1]):
+            mine = slice(head * groups, (head + 1) * groups)
+            args = (op, scale, length, q[b, mine], k[b, head], v[b, head], call.out[b, mine], bits)
+            steps.append((_attend_narrow, (*args, *call.scratch)))
+    return steps
+
+
+def _attend_narrow(
+    op: Attention, scale: Array, source: tuple[Any, Any], q: Array, k: Array, v: Array, out: Array,
+    bits: bool, wide_k: Array, wide_v: Array, flat: Array, scaled: Array, total: Array,
+) -> None:  # fmt: skip
+    live = int(source[0][source[1]])
+    k32 = _widen_rows(k[:live], wide_k, bits)
+    v32 = _widen_rows(v[:live], wide_v, bits)
+    _attend_many(op, scale, source, q, k32[None], v32[None], out, flat, scaled, total)
+
+
+def _widen_rows(rows: Array, flat: Array, bits: bool) -> Array:
+    """Rows as f32 in scratch; a bf16 is the upper half of the f32 of the same value."""
+    wide = flat[: rows.size].reshape(rows.shape)
+    if bits:
+        np.copyto(wide.view(np.uint32), rows)
+        np.left_shift(wide.view(np.uint32), 16, wide.view(np.uint32))
+    else:
+        np.copyto(wide, rows)
+    return wide
 
 
 def _length_reader(call: Call) -> tuple[Any, Any]:
@@ -442,7 +517,10 @@ _KERNELS: dict[type[Op], list[tuple[_Rule, Kernel]]] = {
     MatMul: [(_all_f32, Kernel(_matmul))],
     RmsNorm: [(_all_f32, Kernel(_rms_norm, _rms_norm_scratch))],
     Rope: [(_rope_rule, Kernel(_rope, _rope_scratch))],
-    Attention: [(_attention_rule, Kernel(_attention, _attention_scratch))],
+    Attention: [
+        (_attention_rule, Kernel(_attention, _attention_scratch)),
+        (_narrow_rule, Kernel(_narrow_attention, _narrow_scratch)),
+    ],
     ew.Silu: [(_all_f32, Kernel(_silu))],
 }
 for _view in View.__subclasses__():

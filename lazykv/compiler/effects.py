@@ -1,9 +1,9 @@
 """Step 4a: which writes happen in place, and copies for those that cannot.
 
 A *version* is a buffer plus the last write it has seen. Several writes on one version would destroy
-each other's results where they overlap: the one built last works in place, earlier ones on a copy of
-their destination. Writes into views that share no element are all in place. Frozen data is never
-written.
+each other's results: of those whose destinations share an element, the one built last works in
+place and earlier ones work on a copy. Destinations are compared whole, not by the part written,
+because later writes of either chain may touch any of it. Frozen data is never written.
 """
 
 from dataclasses import replace
@@ -31,7 +31,7 @@ def clone_destinations(ir: IR) -> tuple[IR, list[int]]:
 def _needs_copy(ir: IR) -> dict[int, str]:
     """Position of each write that must work on a copy, with the reason."""
     where = places(ir)
-    accepted: dict[int, list[tuple[int, Layout, Layout]]] = {}
+    accepted: dict[int, list[tuple[int, Layout]]] = {}
     out: dict[int, str] = {}
     for index in range(len(ir) - 1, -1, -1):
         op = ir[index].op
@@ -42,11 +42,10 @@ def _needs_copy(ir: IR) -> dict[int, str]:
         if dest.version == dest.base and isinstance(root, Const) and root.frozen:
             out[index] = "the destination is constant data"
             continue
-        value, region = dest.layout, op.region(dest.layout)
         later = accepted.setdefault(dest.version, [])
-        clash = next((w for w, v, r in later if overlap(value, r) or overlap(v, region)), None)
+        clash = next((w for w, layout in later if overlap(dest.layout, layout)), None)
         if clash is None:
-            later.append((index, value, region))
+            later.append((index, dest.layout))
         else:
             out[index] = f"{_label(ir, clash)}, built later, writes the same destination in place"
     return out

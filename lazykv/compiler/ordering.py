@@ -67,19 +67,21 @@ class _Scheduler:
         assert op.destroys is not None, "only destructive ops have a region"
         return op.region(self.where[self.ir[write].inputs[op.destroys]].layout)
 
-    def has_seen(self, version: int, write: int) -> bool:
-        """Whether a version is that write or a later one in its chain."""
-        while version > write:
-            op = self.ir[version].op
+    def builds_on(self, write: int, version: int) -> bool:
+        """Whether a version is one that the write has in its chain, before itself. Versions of one
+        buffer that do not build on each other lie in destinations that share no element."""
+        at = write
+        while at > version:
+            op = self.ir[at].op
             if op.destroys is None:
                 return False
-            version = self.where[self.ir[version].inputs[op.destroys]].version
-        return version == write
+            at = self.where[self.ir[at].inputs[op.destroys]].version
+        return at == version != write
 
     def destroys(self, write: int, source: int) -> bool:
         """Whether the write overwrites bytes that a read of `source` wants."""
         place = self.where[source]
-        return not self.has_seen(place.version, write) and overlap(place.layout, self.region(write))
+        return self.builds_on(write, place.version) and overlap(place.layout, self.region(write))
 
     def order_write(self, write: int) -> None:
         for reader, n in list(self.readers[self.where[write].base]):

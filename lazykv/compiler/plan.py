@@ -1,10 +1,12 @@
-"""Plan: a program with its data, its memory and its calls resolved, ready to run again and again."""
+"""Plan: a program with its data, its memory and its calls resolved, ready to run many times."""
 
 import hashlib
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+
+import numpy as np
 
 from lazykv import counters
 from lazykv.compiler.ir import Output
@@ -37,7 +39,7 @@ from lazykv.layout import Layout
 from lazykv.ops.sources import Alloc, Placeholder
 from lazykv.spec import Spec
 from lazykv.storage import Claim, Storage, acquire_all, release_all
-from lazykv.symbols import EnvLike, ScalarSlot, Sym, SymEnv, as_expr
+from lazykv.symbols import EnvLike, ScalarSlot, Sym, SymEnv, as_int
 
 Bindings: TypeAlias = Mapping[Tensor, Any]
 
@@ -78,6 +80,7 @@ class Plan:
         self._position = {t: n for n, t in enumerate(self.leaves)}
         self._storages: list[Storage | None] = [None] * len(self.leaves)
         self._inputs: dict[int, Storage] = {}
+        self._refills: dict[int, HostArray] = {}
         self._scalars = [0] * len(program.scalars)
         self._values = [0] * len(self.symbols)
         self._results: list[Any] = [None] * len(program.results)
@@ -126,19 +129,18 @@ class Plan:
     def manifest(self) -> Manifest:
         """What is baked (by name) and what is bound."""
         baked: dict[str, object] = {"structure": self.structure}
-        for n, (t, s) in enumerate(zip(self.leaves, self._storages, strict=True)):
+        bound: dict[str, str] = {}
+        leaves = _distinct([leaf_name(t, n) for n, t in enumerate(self.leaves)])
+        for n, (name, t, s) in enumerate(zip(leaves, self.leaves, self._storages, strict=True)):
             if s is not None and n not in self._inputs:
-                baked[f"storage:{leaf_name(t, n)}"] = int(s.id)
+                baked[f"storage:{name}"] = int(s.id)
+            elif isinstance(t.op, Placeholder):
+                bound[name] = str(t.spec)
         for place, count in self._generations.items():
             baked[f"generation:{place}"] = count
-        for sym in self.symbols:
-            baked[f"range:{sym.name}"] = (sym.low, sym.high)
-        bound = {
-            leaf_name(t, n): str(t.spec)
-            for n, t in enumerate(self.leaves)
-            if isinstance(t.op, Placeholder) and (n in self._inputs or self._storages[n] is None)
-        }
-        bound.update({sym.name: "symbol" for sym in self.symbols})
+        for name, sym in zip(_distinct([s.name for s in self.symbols]), self.symbols, strict=True):
+            baked[f"range:{name}"] = (sym.low, sym.high)
+            bound[name] = "symbol"
         return Manifest(baked, bound)
 
     @property
@@ -171,19 +173,41 @@ class Plan:
         location are what the placeholder declares; nothing is cast.
         """
         n = self._position.get(tensor)
-        if n is None:
-            return
+        if n is not None:
+            self._bind(n, self.check_binding(n, value))
+
+    def check_binding(self, n: int, value: object) -> Storage | HostArray:
+        """What a leaf may be bound to: the storage itself, or a host array in raw dtype."""
+        tensor, leaf = self.leaves[n], self.program.leaves[n]
+        who = leaf_name(tensor, n)
         if not isinstance(tensor.op, Placeholder):
             raise BindingError(f"bind: got {tensor!r}, need a placeholder")
-        if isinstance(value, Storage):
-            self._bind_storage(n, value)
-        else:
+        if not isinstance(value, Storage):
             array = host_array(value)
-            check_input(leaf_name(tensor, n), tensor.spec, array)
-            leaf = self.program.leaves[n]
-            store = self.input_storage(n)
-            with store.write() as dest:
-                device(leaf.location).backend.copy_in(dest, to_raw(array))
+            check_input(who, tensor.spec, array)
+            return to_raw(array)
+        if value.spec != leaf.spec:
+            raise BindingError(f"placeholder {who}: got {value.spec}, need {leaf.spec}")
+        if value.location != leaf.location:
+            raise BindingError(
+                f"placeholder {who}: got a storage on {value.location}, need one on {leaf.location}"
+            )
+        return value
+
+    def _bind(self, n: int, value: Storage | HostArray) -> None:
+        if isinstance(value, Storage):
+            self._inputs.pop(n, None)
+            self._refills.pop(n, None)
+            if self._storages[n] is not value:
+                self._storages[n] = value
+                self._stale.add(n)
+            return
+        store = self.input_storage(n)
+        if self.program.leaves[n].written:
+            self._refills[n] = np.array(value)
+            return
+        with store.write() as dest:
+            device(store.location).backend.copy_in(dest, value)
 
     def input_storage(self, n: int) -> Storage:
         """The plan's own buffer for a placeholder that takes arrays."""
@@ -194,19 +218,6 @@ class Plan:
             self._storages[n] = self._inputs[n]
             self._stale.add(n)
         return self._inputs[n]
-
-    def _bind_storage(self, n: int, store: Storage) -> None:
-        leaf, who = self.program.leaves[n], leaf_name(self.leaves[n], n)
-        if store.spec != leaf.spec:
-            raise BindingError(f"placeholder {who}: got {store.spec}, need {leaf.spec}")
-        if store.location != leaf.location:
-            raise BindingError(
-                f"placeholder {who}: got a storage on {store.location}, need one on {leaf.location}"
-            )
-        self._inputs.pop(n, None)
-        if self._storages[n] is not store:
-            self._storages[n] = store
-            self._stale.add(n)
 
     def _fill_fixed_registers(self) -> None:
         """Registers that lie in arenas never move."""
@@ -312,9 +323,12 @@ class Plan:
                 f"plan {self.id}: got a call while it runs, need one thread at a time"
             )
         try:
-            for tensor, value in (bindings or {}).items():
-                self.bind(tensor, value)
+            needed = [(self._position[t], v) for t, v in (bindings or {}).items()
+                      if t in self._position]  # fmt: skip
+            checked = [(n, self.check_binding(n, value)) for n, value in needed]
             self.set_symbols(env)
+            for n, value in checked:
+                self._bind(n, value)
             results = self.execute()
         finally:
             self.running.release()
@@ -329,7 +343,7 @@ class Plan:
                 raise SymbolError(f"symbol {sym.name!r}: got no value, need one in env")
             value = given[sym]
             if type(value) is not int:
-                value = as_expr(value).const
+                value = as_int(f"symbol {sym.name!r}", value)
             if value < sym.low or (sym.high is not None and value > sym.high):
                 sym.check(value)
             values[n] = value
@@ -348,13 +362,17 @@ class Plan:
             self.check_topology()
         if self._stale:
             self.resolve()
+        for n, data in self._refills.items():  # the last pass wrote into these inputs
+            store = self._inputs[n]
+            device(store.location).backend.copy_in(store.array, data)
         claims = self._claims
         acquire_all(claims)
         try:
             calls = iter(self._calls)
             try:
-                for f, args in calls:
-                    f(*args)
+                with np.errstate(all="ignore"):  # inf and NaN are results, not news
+                    for f, args in calls:
+                        f(*args)
             except BaseException as e:
                 error = self._failed(e, calls)
                 if error is e:
@@ -438,6 +456,11 @@ def _moved(program: Program, step: ProgramStep) -> int:
     if step.op.destroys is not None and len(step.inputs) > 1:
         return program.registers[step.inputs[1]].spec.nbytes
     return program.registers[step.output].spec.nbytes
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """The names, a repeated one with its position: nothing baked may hide behind its namesake."""
+    return [f"{s}#{n}" if s in names[:n] else s for n, s in enumerate(names)]
 
 
 def leaf_name(t: Tensor, n: int) -> str:

@@ -9,8 +9,10 @@ from typing import Any
 
 from lazykv.compiler.ir import IR, Node, Place
 from lazykv.device import Backend, DeviceLocation, device
+from lazykv.dtypes import f32
 from lazykv.errors import BackendUnavailable
 from lazykv.layout import Layout
+from lazykv.ops.move import Cast
 from lazykv.ops.op import Op
 from lazykv.ops.sources import Alloc, Const, Placeholder
 from lazykv.spec import Spec
@@ -71,7 +73,9 @@ class _Rewriter:
         outer = (self.location, self.origin, self.reason)
         self.location, self.origin = node.location, node.origin
         self.reason = f"{node.op.name} has no kernel on {node.location}"
-        value = node.op.lower(self, *node.inputs)
+        value = node.op.lower(self, *(self.widened(i) for i in node.inputs))
+        if value is not None and self.spec(value).dtype is not node.spec.dtype:
+            value = self.apply(Cast(node.spec.dtype), value)
         self.location, self.origin, self.reason = outer
         if value is None:
             specs = ", ".join(str(self.ir[i].spec) for i in node.inputs)
@@ -80,6 +84,11 @@ class _Rewriter:
                 "or a lowering, and its backend has none"
             )
         return value
+
+    def widened(self, value: int) -> int:
+        """16-bit floats as f32: a lowering rounds as its fused op does, once and at the end."""
+        dt = self.spec(value).dtype
+        return self.apply(Cast(f32), value) if dt.is_float and dt.compute != dt.numpy else value
 
 
 def _runs(node: Node, ir: IR) -> bool:

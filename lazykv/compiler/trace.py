@@ -14,6 +14,7 @@ from lazykv.compiler.ir import IR, Node
 from lazykv.device import CPU, DeviceLocation, generation
 from lazykv.errors import GraphError
 from lazykv.graph import Tensor
+from lazykv.ops.move import Copy
 from lazykv.ops.op import Bound, is_proved
 from lazykv.ops.sources import Alloc, Const, Placeholder
 from lazykv.symbols import Dim, Expr, Sym
@@ -108,6 +109,8 @@ def trace(
         if isinstance(op, Const | Placeholder | Alloc):
             leaves.append(i)
             location = _leaf_location(t, leaf_locations, default)
+        elif isinstance(op, Copy) and op.location is not None:
+            location = DeviceLocation(op.location)
         ir.add(Node(op, inputs, t.spec, location, origin=i))
         key.append((op.key(), inputs, t.spec.shape, t.spec.dtype.name, location.name))
     out = tuple(position[t.node_id] for t in outputs)

@@ -110,8 +110,8 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """Where a step finds a value: in a leaf (by name) or at a byte offset of an arena, then `offset`
-    and `strides` in elements from there. `node` is the value; for scratch, the node that uses it."""
+    """Where a step finds a value: in a leaf (by name) or at a byte offset of an arena, and there
+    at `offset` with `strides`, in elements. `node` is the value; for scratch, the one using it."""
 
     id: str
     leaf: str | None
@@ -204,9 +204,3 @@ class Document:
     def to_json(self) -> str:
         """The dump as JSON text, the same bytes in every process for the same graph."""
         return json.dumps(self.to_dict(), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
-
-    def plan_to_json(self) -> str:
-        """The plan alone, as JSON text."""
-        whole = self.to_dict()
-        part = {"schema": SCHEMA, "title": self.title, "plan": whole["plan"]}
-        return json.dumps(part, indent=1, allow_nan=False, ensure_ascii=False) + "\n"

@@ -8,18 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, SupportsIndex
 
-import numpy as np
-
-from lazykv.device import CPU, Device, DeviceLike, DeviceLocation, HostArray, as_location, device
+from lazykv.device import CPU, Device, DeviceLike, DeviceLocation, HostArray, device
 from lazykv.dtypes import DType, DTypeLike, dtype, to_logical
-from lazykv.errors import BackendUnavailable, DTypeError, GraphError, RangeError, ShapeError
-from lazykv.graph import Graph, Tensor
+from lazykv.errors import BindingError, DTypeError, GraphError, RangeError, ShapeError
+from lazykv.graph import Graph
 from lazykv.ids import KvAllocId, next_alloc_id
 from lazykv.kv.layer import KvLayer, KvSlot
-from lazykv.runtime.realize import allocate, run_effects
-from lazykv.spec import Spec, as_shape
+from lazykv.kv.rows import as_rows, as_slot, check_rows, count, whole, write_rows
+from lazykv.runtime.realize import allocate
+from lazykv.spec import Spec
 from lazykv.storage import Storage, as_host_bytes
-from lazykv.symbols import Sym
 
 
 @dataclass
@@ -60,7 +58,8 @@ class KvCache:
 
         Capacity, dtype and location are None; the dtype follows the first inserted layer.
         """
-        return cls(*_counts("KvCache.with_dims", n_layers, n_kv_heads, head_dim))
+        who = "KvCache.with_dims"
+        return cls(*_counts(who, n_layers=n_layers, n_kv_heads=n_kv_heads, head_dim=head_dim))
 
     @classmethod
     def with_capacity(
@@ -73,7 +72,13 @@ class KvCache:
         Raises `OutOfMemory` or `BackendUnavailable` before anything of the cache exists.
         """
         who = "KvCache.with_capacity"
-        layers, heads, dim, capacity = _counts(who, n_layers, n_kv_heads, head_dim, max_seq_len)
+        layers, heads, dim, capacity = _counts(
+            who,
+            n_layers=n_layers,
+            n_kv_heads=n_kv_heads,
+            head_dim=head_dim,
+            max_seq_len=max_seq_len,
+        )
         dt, where = _dtype(dtype), _device(device)
         shape = (1, heads, capacity, dim)
         graph = Graph()
@@ -92,7 +97,10 @@ class KvCache:
         """Bytes that `with_capacity` would allocate: layers * 2 * batch * heads * capacity * dim *
         itemsize."""
         who = "KvCache.footprint"
-        counts = _counts(who, n_layers, n_kv_heads, head_dim, max_seq_len, batch)
+        counts = _counts(
+            who, n_layers=n_layers, n_kv_heads=n_kv_heads, head_dim=head_dim,
+            max_seq_len=max_seq_len, batch=batch,
+        )  # fmt: skip
         total = 2 * _dtype(dtype).itemsize
         for n in counts:
             total *= n
@@ -122,16 +130,19 @@ class KvCache:
 
     @property
     def cached_len(self) -> int:
-        """Live rows. May be assigned within capacity by callers who write through their own plans."""
+        """Live rows. May be assigned within capacity by callers who write through their own plans;
+        that drops an open step."""
         return self._cached_len
 
     @cached_len.setter
     def cached_len(self, n: SupportsIndex) -> None:
-        rows = as_shape("KvCache.cached_len", (n,))[0]
+        rows = count("KvCache.cached_len", "length", n)
         if self._max_seq_len is not None and rows > self._max_seq_len:
             raise RangeError(
                 f"KvCache.cached_len: got {rows}, need 0 <= length <= capacity {self._max_seq_len}"
             )
+        # Rows of an open step stand at the old length: they cannot become part of the new one.
+        self._step = None
         self._cached_len = rows
 
     def __len__(self) -> int:
@@ -145,7 +156,7 @@ class KvCache:
 
     def layer(self, index: SupportsIndex) -> KvLayer | None:
         """The layer, or None if it has no storage or the index is out of range."""
-        i = int(index)
+        i = whole("KvCache.layer", "layer", index)
         return self._layers[i] if 0 <= i < len(self._layers) else None
 
     layer_mut = layer
@@ -159,7 +170,7 @@ class KvCache:
         """Count one cache-level write to a slot; nothing happens if the layer is absent."""
         found = self.layer(layer)
         if found is not None:
-            found.bump(KvSlot(slot))
+            found.bump(as_slot("KvCache.bump_version", slot))
 
     def alloc_id(self) -> KvAllocId:
         """Names the allocation: unique in the process, never reused, never 0."""
@@ -180,18 +191,27 @@ class KvCache:
     # Length
 
     def truncate_to(self, n: SupportsIndex) -> None:
-        """Lower the live length; a larger n does nothing. Storage, id and plans stay."""
-        rows = as_shape("KvCache.truncate_to", (n,))[0]
-        self._step = None
-        self._cached_len = min(self._cached_len, rows)
+        """Lower the live length; a larger n does nothing. Storage, id and plans stay.
+
+        An open step's rows lie past every length that this keeps, so they are dropped too.
+        """
+        rows = count("KvCache.truncate_to", "length", n)
+        if rows <= self._cached_len:
+            self._step = None
+            self._cached_len = rows
 
     def reset(self) -> None:
         """Rewind to length 0, keeping buffers and id."""
         self.truncate_to(0)
 
     def clear(self) -> None:
-        """Drop every layer and mint a new id; the memory is free for others."""
+        """Drop every layer and mint a new id; the memory is free for others.
+
+        Under `with_dims` the dtype goes too: the next first layer decides anew.
+        """
         self._layers = [None] * len(self._layers)
+        if self._max_seq_len is None:
+            self._dtype = None
         self._location = None
         self._cached_len = 0
         self._step = None
@@ -200,23 +220,36 @@ class KvCache:
 
     def set_layer(self, index: SupportsIndex, layer: KvLayer) -> None:
         """Replace a layer's storage. Mints a new id and forfeits the proven location."""
-        i, who = int(index), "KvCache.set_layer"
+        who = "KvCache.set_layer"
+        i = whole(who, "layer", index)
         if not 0 <= i < len(self._layers):
             raise RangeError(f"{who}: got layer {i}, need 0 <= layer < {len(self._layers)}")
-        heads, dim = layer.k.shape[1], layer.k.shape[3]
-        if (heads, dim) != (self._n_kv_heads, self._head_dim):
-            raise ShapeError(
-                f"{who}: got {layer.k.spec}, need {self._n_kv_heads} heads of {self._head_dim}"
-            )
-        if self._dtype is not None and layer.k.dtype is not self._dtype:
-            raise DTypeError(f"{who}: got {layer.k.dtype}, need {self._dtype}")
-        if self._max_seq_len is not None and layer.k.shape[2] != self._max_seq_len:
-            raise ShapeError(f"{who}: got {layer.k.spec}, need capacity {self._max_seq_len}")
+        self._check_layer(who, i, layer)
         self._layers[i] = layer
+        self.held.clear()
         self._dtype = layer.k.dtype
         self._location = None
         self._step = None
         self._alloc_id = next_alloc_id()
+
+    def _check_layer(self, who: str, index: int, layer: KvLayer) -> None:
+        if not isinstance(layer, KvLayer):
+            raise BindingError(f"{who}: got {type(layer).__name__}, need a KvLayer")
+        batch, heads, rows, dim = layer.k.shape
+        if (batch, heads, dim) != (1, self._n_kv_heads, self._head_dim):
+            raise ShapeError(
+                f"{who}: got {layer.k.spec}, need [1,{self._n_kv_heads},n,{self._head_dim}]"
+            )
+        if self._dtype is not None and layer.k.dtype is not self._dtype:
+            raise DTypeError(f"{who}: got {layer.k.dtype}, need {self._dtype}")
+        if self._max_seq_len is not None and rows != self._max_seq_len:
+            raise ShapeError(f"{who}: got {layer.k.spec}, need capacity {self._max_seq_len}")
+        for other, known in enumerate(self._layers):
+            if other != index and known is not None and {known.k, known.v} & {layer.k, layer.v}:
+                raise BindingError(
+                    f"{who}: got a storage that layer {other} holds, need separate ones, because "
+                    "every layer is written"
+                )
 
     # Writing
 
@@ -230,18 +263,20 @@ class KvCache:
         WriteSlice`` graph runs into the same storage, so a plan held for this cache sees the rows
         on its next step. `cached_len` does not move.
         """
-        who = f"KvCache.write_bytes(layer {int(layer)}, {KvSlot(slot).name})"
-        storage = self._writable(who, layer, slot, "reset() or with_capacity")
-        begin, rows = as_shape(who, (start, n))
-        self._check_rows(who, begin, rows)
-        self._check_device(who, device)
-        raw = as_host_bytes(data)
+        who = "KvCache.write_bytes"
+        i, which = whole(who, "layer", layer), as_slot(who, slot)
+        who = f"{who}(layer {i}, {which.name})"
+        storage, capacity = self._writable(who, i, which)
+        begin, rows = count(who, "start", start), count(who, "n", n)
+        check_rows(who, begin, rows, capacity)
+        _check_device(who, device, storage.location)
+        raw = as_host_bytes(who, data)
         want = Spec((1, self._n_kv_heads, rows, self._head_dim), storage.dtype)
         if raw.nbytes != want.nbytes:
             raise ShapeError(f"{who}: got {raw.nbytes} bytes, need {want.nbytes} for {want}")
         values = raw.view(storage.dtype.numpy).reshape(want.shape)
         write_rows([(storage, values)], begin)
-        self.bump_version(layer, slot)
+        self.bump_version(i, which)
 
     def append(self, layer: SupportsIndex, k: object, v: object) -> tuple[HostArray, HostArray]:
         """Write rows ``[1, n_kv_heads, n, head_dim]`` of K and V at `cached_len`.
@@ -249,26 +284,27 @@ class KvCache:
         Returns live views that include the new rows. A step is open from the first layer's append
         to the last one's; `cached_len` moves when it closes.
         """
-        i, who = int(layer), f"KvCache.append(layer {int(layer)})"
-        slots = [self._writable(who, i, slot, "with_capacity or set_layer") for slot in KvSlot]
-        arrays = [self._rows(who, slot, x) for slot, x in zip(KvSlot, (k, v), strict=True)]
-        rows = arrays[0].shape[2]
-        if arrays[1].shape[2] != rows:
+        i = whole("KvCache.append", "layer", layer)
+        who = f"KvCache.append(layer {i})"
+        writes = [self._write_of(who, i, slot, x) for slot, x in zip(KvSlot, (k, v), strict=True)]
+        (k_store, k_rows), (v_store, v_rows) = writes
+        rows = k_rows.shape[2]
+        if v_rows.shape[2] != rows:
             raise ShapeError(
-                f"{who}: got {rows} rows of K and {arrays[1].shape[2]} of V, need as many"
+                f"{who}: got {rows} rows of K and {v_rows.shape[2]} of V, need as many"
             )
         if self._step is not None and (i in self._step.layers or self._step.rows != rows):
             raise GraphError(
                 f"{who}: got {rows} rows while a step of {self._step.rows} rows is open for layers "
                 f"{sorted(self._step.layers)}, need each layer once; use abort_step()"
             )
-        self._check_rows(who, self._cached_len, rows)
-        write_rows(list(zip(slots, arrays, strict=True)), self._cached_len)
+        check_rows(who, self._cached_len, rows, k_store.shape[2])
+        write_rows(writes, self._cached_len)
         for slot in KvSlot:
             self.bump_version(i, slot)
         length = self._cached_len + rows
         self._note_append(i, rows)
-        return self._view(slots[0], length), self._view(slots[1], length)
+        return _view(who, k_store, length), _view(who, v_store, length)
 
     def append_all(
         self, ks: Sequence[object], vs: Sequence[object]
@@ -276,21 +312,21 @@ class KvCache:
         """Append to every populated layer in one pass; all arguments are checked first."""
         who = "KvCache.append_all"
         present = [i for i, layer in enumerate(self._layers) if layer is not None]
+        if not present:
+            self._writable(who, 0, KvSlot.K)
         if len(ks) != len(present) or len(vs) != len(present):
             raise ShapeError(f"{who}: got {len(ks)} K and {len(vs)} V, need {len(present)} of each")
         if self._step is not None:
             raise GraphError(f"{who}: got an open step, need none; use abort_step()")
-        writes = []
-        for i, k, v in zip(present, ks, vs, strict=True):
-            for slot, x in zip(KvSlot, (k, v), strict=True):
-                storage = self._writable(who, i, slot, "with_capacity")
-                writes.append((storage, self._rows(who, slot, x)))
-        if not writes:
-            raise GraphError(f"{who}: got a cache without layers, need with_capacity or set_layer")
+        writes = [
+            self._write_of(f"{who}(layer {i})", i, slot, x)
+            for i, k, v in zip(present, ks, vs, strict=True)
+            for slot, x in zip(KvSlot, (k, v), strict=True)
+        ]
         rows = writes[0][1].shape[2]
         if any(x.shape[2] != rows for _, x in writes):
             raise ShapeError(f"{who}: got different numbers of rows, need {rows} everywhere")
-        self._check_rows(who, self._cached_len, rows)
+        check_rows(who, self._cached_len, rows, writes[0][0].shape[2])
         write_rows(writes, self._cached_len)
         for i in present:
             for slot in KvSlot:
@@ -306,55 +342,34 @@ class KvCache:
         """Zero-copy, read-only views ``[1, n_kv_heads, cached_len, head_dim]`` of K and V."""
         found = self.layer(layer)
         if found is None:
-            raise RangeError(f"KvCache.live: got layer {int(layer)}, need a populated layer")
-        return self._view(found.k, self._cached_len), self._view(found.v, self._cached_len)
+            raise RangeError(f"KvCache.live: got layer {layer}, need a populated layer")
+        who, length = f"KvCache.live(layer {layer})", self._cached_len
+        return _view(who, found.k, length), _view(who, found.v, length)
 
-    # Checks: every way in decides here, before the first byte moves.
-
-    def _writable(
-        self, who: str, layer: SupportsIndex, slot: KvSlot | int, way_out: str
-    ) -> Storage:
-        storage = self.slot_storage(layer, slot)
-        if storage is not None and self._max_seq_len is not None:
-            return storage
+    def _writable(self, who: str, layer: int, slot: KvSlot) -> tuple[Storage, int]:
+        """A slot that rows may be written to, and the capacity."""
         if self._max_seq_len is None:
             raise GraphError(
                 f"{who}: got a cache without fixed capacity, need one made by with_capacity; or "
                 "replace the layer with set_layer"
             )
-        if all(known is None for known in self._layers) and 0 <= int(layer) < len(self._layers):
+        storage = self.slot_storage(layer, slot)
+        if storage is not None:
+            return storage, self._max_seq_len
+        if all(known is None for known in self._layers) and 0 <= layer < len(self._layers):
             raise GraphError(
-                f"{who}: got a cleared cache, need one with storage; reset() keeps it, clear() drops it"
+                f"{who}: got a cleared cache, need one with storage; reset() rewinds and keeps it, "
+                "set_layer brings new"
             )
         raise RangeError(
-            f"{who}: got an absent layer, need a populated one in 0..{len(self._layers) - 1}; {way_out}"
+            f"{who}: got an absent layer, need a populated one in 0..{len(self._layers) - 1}"
         )
 
-    def _check_rows(self, who: str, start: int, rows: int) -> None:
-        if self._max_seq_len is None or start + rows > self._max_seq_len:
-            raise RangeError(
-                f"{who}: got rows {start}..{start + rows}, need {start + rows} <= capacity "
-                f"{self._max_seq_len}"
-            )
-
-    def _check_device(self, who: str, given: DeviceLike | None) -> None:
-        if given is not None and as_location(given) != self._location:
-            raise BackendUnavailable(
-                f"{who}: got device {as_location(given)}, need the cache's own {self._location}"
-            )
-
-    def _rows(self, who: str, slot: KvSlot, value: object) -> HostArray:
-        array = value if isinstance(value, np.ndarray) else np.asarray(value)
-        dt = _dtype(array.dtype)
-        want = (1, self._n_kv_heads, array.shape[2] if array.ndim == 4 else -1, self._head_dim)
-        if array.shape != want:
-            need = f"{self._dtype}[1,{self._n_kv_heads},n,{self._head_dim}]"
-            raise ShapeError(f"{who}: got {slot.name} {Spec(array.shape, dt)}, need {need}")
-        if dt is not self._dtype:
-            raise DTypeError(
-                f"{who}: got {slot.name} of {dt}, need {self._dtype}; convert it first"
-            )
-        return array
+    def _write_of(
+        self, who: str, layer: int, slot: KvSlot, value: object
+    ) -> tuple[Storage, HostArray]:
+        storage, _ = self._writable(who, layer, slot)
+        return storage, as_rows(who, slot, value, storage.dtype, self._n_kv_heads, self._head_dim)
 
     def _note_append(self, layer: int, rows: int) -> None:
         self._step = self._step or _OpenStep(rows)
@@ -362,13 +377,6 @@ class KvCache:
         if self._step.layers == {i for i, known in enumerate(self._layers) if known is not None}:
             self._cached_len += rows
             self._step = None
-
-    def _view(self, storage: Storage, length: int) -> HostArray:
-        if storage.location != CPU:
-            return storage.to_numpy()[:, :, :length]
-        view = to_logical(storage.array, storage.dtype)[:, :, :length]
-        view.flags.writeable = False
-        return view
 
     def __repr__(self) -> str:
         return (
@@ -384,33 +392,20 @@ def _device(given: DeviceLike) -> Device:
     return device(given)
 
 
-def _counts(who: str, *values: SupportsIndex) -> tuple[int, ...]:
-    counts = as_shape(who, values)
-    if 0 in counts:
-        raise RangeError(f"{who}: got {counts}, need counts of at least 1")
-    return counts
+def _counts(who: str, **values: SupportsIndex) -> tuple[int, ...]:
+    return tuple(count(who, name, value, 1) for name, value in values.items())
 
 
-def write_graph(
-    writes: Sequence[tuple[Storage, HostArray]], names: Sequence[str] | None = None
-) -> tuple[list[Tensor], Sym]:
-    """The throwaway graph of an eager write: per slot a ``Const -> WriteSlice`` at a symbolic row.
-
-    The row is a symbol so that every position shares one compiled structure.
-    """
-    graph = Graph()
-    capacity, rows = writes[0][0].shape[2], writes[0][1].shape[2]
-    start = Sym("start", 0, capacity - rows)
-    out = []
-    for n, (storage, values) in enumerate(writes):
-        name = names[n] if names else None
-        dest = graph.const(storage, name=name)
-        src = graph.const(values, name=f"{name}.rows" if name else None)
-        out.append(dest.at[:, :, start : start + rows].set(src))
-    return out, start
+def _check_device(who: str, given: DeviceLike | None, location: DeviceLocation) -> None:
+    if given is not None and _device(given).location != location:
+        raise BindingError(f"{who}: got device {_device(given)}, need the cache's own {location}")
 
 
-def write_rows(writes: Sequence[tuple[Storage, HostArray]], start: int) -> None:
-    """Write rows at one position into several slots, in one pass."""
-    effects, at = write_graph(writes)
-    run_effects(effects, env={at: start})
+def _view(who: str, storage: Storage, length: int) -> HostArray:
+    storage.check_readable()
+    check_rows(who, 0, length, storage.shape[2])
+    if storage.location != CPU:
+        return storage.to_numpy()[:, :, :length]
+    view = to_logical(storage.array, storage.dtype)[:, :, :length]
+    view.flags.writeable = False
+    return view

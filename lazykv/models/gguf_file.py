@@ -51,7 +51,9 @@ def read_gguf(path: str | Path) -> Checkpoint:
         stamp = _stamp(os.fstat(file.fileno()))
     sources = {t.name: _source(file_path, t, stamp) for t in header.tensors}
     if not sources:
-        raise ModelFormatError(f"GGUF file {file_path.name}: got no tensors, need a model's weights")
+        raise ModelFormatError(
+            f"GGUF file {file_path.name}: got no tensors, need a model's weights"
+        )
     fields = Fields(header.metadata)
     divisors = sources.pop(_ROPE_DIVISORS, None)
     tokenizer = tokenizer_from_fields(fields)
@@ -126,7 +128,7 @@ def _head_dim(fields: Fields, hidden: int, n_heads: int) -> int:
     for key in ("llama.attention.value_length", "llama.rope.dimension_count"):
         if fields.integer(key, head_dim) != head_dim:
             raise ModelFormatError(
-                f"GGUF file: got {key} {fields.integer(key)}, need {head_dim}, the head's key length"
+                f"GGUF file: got {key} {fields.integer(key)}, need {head_dim} like the key length"
             )
     return head_dim
 

@@ -208,9 +208,7 @@ def _array(cursor: _Cursor, key: str, depth: int) -> Value:
     return _numbers(cursor, kind, count, key)
 
 
-def _numbers(
-    cursor: _Cursor, kind: GGUFValueType, count: int, key: str
-) -> NDArray[np.generic]:
+def _numbers(cursor: _Cursor, kind: GGUFValueType, count: int, key: str) -> NDArray[np.generic]:
     dtype = np.dtype(_FORMATS[kind])
     array = np.frombuffer(cursor.take(count * dtype.itemsize, f"value of {key}"), dtype)
     if kind is not GGUFValueType.BOOL:
@@ -240,7 +238,9 @@ def _tensor(cursor: _Cursor, alignment: int) -> GgufTensor:
     start = cursor.unsigned(8, f"offset of {name}")
     if code not in GGML_QUANT_SIZES:
         known = ", ".join(str(int(kind)) for kind in GGML_QUANT_SIZES)
-        raise ModelFormatError(f"GGUF file: got tensor type {code} for {name!r}, need one of {known}")
+        raise ModelFormatError(
+            f"GGUF file: got tensor type {code} for {name!r}, need one of {known}"
+        )
     kind = GGMLQuantizationType(code)
     block, block_bytes = GGML_QUANT_SIZES[kind]
     row = extents[0] if extents else 1

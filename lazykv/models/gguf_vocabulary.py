@@ -148,7 +148,8 @@ def _merges_from_scores(
     """Every way to join two pieces into a third, the best-scored third first.
 
     SentencePiece joins whichever neighbours form the best-scored piece; listing all the pairs
-    that form it, at its rank, gives a merge table that does the same.
+    that form it, at its rank, gives a merge table that does the same. Pairs that form the same
+    piece come longest left part first, the order in which transformers lists them.
     """
     ids = {token: id_ for id_, token in enumerate(tokens)}
     # Control and byte tokens are never formed by joining text.
@@ -163,7 +164,7 @@ def _merges_from_scores(
                 f"GGUF vocabulary: got a piece of {len(piece)} characters (token {id_}), "
                 f"need at most {MAX_PIECE_CHARACTERS}"
             )
-        for cut in range(1, len(piece)):
+        for cut in range(len(piece) - 1, 0, -1):
             left, right = piece[:cut], piece[cut:]
             if left in ids and right in ids and joinable[ids[left]] and joinable[ids[right]]:
                 merges.append((left, right))
@@ -189,9 +190,7 @@ def _merge(line: str) -> tuple[str, str]:
     return line[:cut], line[cut + 1 :]
 
 
-def _add_matched_tokens(
-    pipeline: Pipeline, tokens: list[str], types: NDArray[np.int64]
-) -> None:
+def _add_matched_tokens(pipeline: Pipeline, tokens: list[str], types: NDArray[np.int64]) -> None:
     """Tokens that are found in a text before any rule cuts it: control and user-defined ones."""
     special = np.isin(types, [TokenType.CONTROL, TokenType.UNKNOWN])
     verbatim = types == TokenType.USER_DEFINED

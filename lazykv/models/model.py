@@ -130,12 +130,10 @@ class LlamaModel:
 
     def _plan(self, cache: KvCache, seq: int, ctx: InferenceContext | None) -> DecodeSession:
         step = self.step_graph(cache, seq)
-        session = DecodeSession.build(
+        return DecodeSession.build(
             ctx or self._ctx, step.logits, kv=cache, kv_nodes=step.kv_nodes, bound=step.bound,
             seq=seq, model_key=self.model_key,
         )  # fmt: skip
-        session.position = step.position
-        return session
 
     def _run(
         self, tokens: NDArray[np.int64], cache: KvCache, ctx: InferenceContext | None
@@ -143,7 +141,8 @@ class LlamaModel:
         seq, start = len(tokens), cache.cached_len
         session = self.session_for(cache, seq, ctx)
         cos, sin = self._rope.rows(start, seq)
-        logits = session.step({"ids": tokens, "cos": cos, "sin": sin}, {session.position: start})
+        (position,) = session.plan.symbols
+        logits = session.step({"ids": tokens, "cos": cos, "sin": sin}, {position: start})
         for layer in range(cache.n_layers()):
             cache.bump_version(layer, KvSlot.K)
             cache.bump_version(layer, KvSlot.V)

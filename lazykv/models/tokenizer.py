@@ -33,7 +33,9 @@ class Tokenizer:
         pipeline.no_truncation()
         pipeline.no_padding()
         self._pipeline = pipeline
-        self.vocab_size: int = max(pipeline.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.vocab_size: int = (
+            max(pipeline.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        )
         self.bos_id = bos_id
         self.eos_ids = tuple(dict.fromkeys(eos_ids))
         self.add_bos = add_bos
@@ -97,7 +99,9 @@ class Tokenizer:
         return self._checked(token_id) in self._special_ids
 
     def __repr__(self) -> str:
-        return f"Tokenizer(vocab_size={self.vocab_size}, bos_id={self.bos_id}, eos_ids={self.eos_ids})"
+        return (
+            f"Tokenizer(vocab_size={self.vocab_size}, bos_id={self.bos_id}, eos_ids={self.eos_ids})"
+        )
 
     def _text(self, ids: list[int], skip_special: bool) -> str:
         return str(self._pipeline.decode(ids, skip_special_tokens=skip_special))

@@ -5,15 +5,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from lazykv.dtypes import bool_, i64
+from lazykv.dtypes import bool_, f32, i64
 from lazykv.errors import DTypeError, RangeError, ShapeError
 from lazykv.ops.elementwise import Add, And, Gt, Le, Lt, MulScalar, SubScalar
 from lazykv.ops.matmul import MatMul
-from lazykv.ops.move import Where
+from lazykv.ops.move import Cast, Concat, Where
 from lazykv.ops.op import (
     Bound,
     Op,
     check_bound,
+    need_arity,
     need_float,
     need_rank,
     need_same_dtype,
@@ -22,7 +23,7 @@ from lazykv.ops.op import (
 from lazykv.ops.reduce import Softmax
 from lazykv.ops.sources import Fill, Iota, SymValue
 from lazykv.ops.views import BroadcastTo, Permute, Reshape
-from lazykv.spec import Spec
+from lazykv.spec import Shape, Spec
 from lazykv.symbols import Dim
 
 
@@ -34,7 +35,8 @@ class Attention(Op):
     head ``h // (Hq/Hkv)``. Of the live rows the last Sq are the queries' own: query i stands at
     position ``length - Sq + i``, sees no later row if `causal`, and of the others only the last
     `window` positions, its own included. Rows past `length` are never part of any arithmetic. A
-    query that sees nothing gives zeros. Inputs are q, k, v, then the mask if `has_mask` (bool, True
+    query that sees nothing gives zeros. k and v may be 16-bit rows under f32 queries; arithmetic is
+    f32 then, like the result. Inputs are q, k, v, then the mask if `has_mask` (bool, True
     is visible, or additive), then the length as a rank-0 i64 if `has_length`.
     """
 
@@ -48,11 +50,16 @@ class Attention(Op):
     has_length: bool
 
     def infer(self, *ins: Spec) -> Spec:
+        need_arity(self.name, ins, 3 + self.has_mask + self.has_length)
         q, k, v = ins[:3]
         for what, s in (("q", q), ("k", k), ("v", v)):
             need_rank(self.name, s, 4, what)
         need_float(self.name, q, k, v)
-        need_same_dtype(self.name, q, k, v)
+        need_same_dtype(self.name, k, v)
+        if q.dtype is not k.dtype and not (q.dtype is f32 and k.dtype.itemsize == 2):
+            raise DTypeError(
+                f"{self.name}: got q {q} and k {k}, need one dtype, or f32 queries on 16-bit rows"
+            )
         if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
             raise ShapeError(
                 f"{self.name}: got q {q}, k {k} and v {v}, need q [B,Hq,Sq,D], k [B,Hkv,S,D] and "
@@ -67,16 +74,17 @@ class Attention(Op):
             raise RangeError(f"{self.name}: got window {self.window}, need window >= 1")
         if self.has_length:
             need_scalar_i64(self.name, ins[-1], "length")
-        for b in self.bounds(*ins):
-            check_bound(self.name, b)
         if self.has_mask:
             self._check_mask(q, k, ins[3])
+        for b in self.bounds(*ins):
+            check_bound(self.name, b)
         return Spec((*q.shape[:3], v.shape[3]), q.dtype)
 
     def _check_mask(self, q: Spec, k: Spec, mask: Spec) -> None:
         if mask.dtype is not bool_ and mask.dtype is not q.dtype:
             raise DTypeError(f"{self.name}: got mask {mask}, need bool or additive {q.dtype}")
-        rows = self.length if isinstance(self.length, int) else None
+        length = k.shape[2] if self.length is None and not self.has_length else self.length
+        rows = length if isinstance(length, int) else None
         want = (q.shape[0], q.shape[1], q.shape[2])
         lead = (1,) * (4 - mask.rank) + mask.shape if mask.rank <= 4 else mask.shape
         fits = len(lead) == 4 and all(h in (1, w) for h, w in zip(lead[:3], want, strict=True))
@@ -92,10 +100,11 @@ class Attention(Op):
         return q.shape[2] if self.causal or self.window is not None else 0
 
     def bounds(self, *ins: Spec) -> Iterator[Bound]:
-        if self.length is not None:
+        if not self.has_length:
             low = max(self.least(ins[0]), self._mask_rows(ins))
             high = self._mask_rows(ins) or ins[1].shape[2]
-            yield Bound(self.length, low, high, "length")
+            length = ins[1].shape[2] if self.length is None else self.length
+            yield Bound(length, low, high, "length")
 
     def _mask_rows(self, ins: tuple[Spec, ...]) -> int:
         """Rows a mask with a last extent above 1 was made for, else 0."""
@@ -141,34 +150,31 @@ class Attention(Op):
         since 0 * NaN is NaN."""
         q, k, v = ins[:3]
         (batch, heads, queries, dim), rows = b.spec(q).shape, b.spec(k).shape[2]
-        kv_heads, groups = b.spec(k).shape[1], heads // b.spec(k).shape[1]
-        if self.has_mask or rows == 0 or queries == 0:
-            return None
+        kv_heads, dtype = b.spec(k).shape[1], b.spec(q).dtype
+        shape, full = (batch, heads, queries, b.spec(v).shape[3]), (batch, heads, queries, rows)
+        if 0 in shape or rows == 0:
+            return b.apply(Fill(shape, dtype, 0.0))
         if self.has_length:
             length = ins[-1]
         else:
             length = b.apply(SymValue((), i64, rows if self.length is None else self.length))
-        seen = self._lower_visible(b, length, queries, rows)
-        dtype = b.spec(q).dtype
-
-        def alive(x: Any) -> Any:
-            shape = b.spec(x).shape
-            live = b.apply(Lt(), b.apply(Iota((rows,), i64)), b.apply(BroadcastTo((rows,)), length))
-            live = b.apply(BroadcastTo(shape), b.apply(Reshape((rows, 1)), live))
-            return b.apply(Where(), live, x, b.apply(Fill(shape, dtype, 0.0)))
-
-        k, v = alive(k), alive(v)
-        grouped = b.apply(Reshape((batch, kv_heads, groups * queries, dim)), q)
-        scores = b.apply(MatMul(), b.apply(MulScalar(self.scale), grouped),
-                         b.apply(Permute((0, 1, 3, 2)), k))  # fmt: skip
-        full = (batch, heads, queries, rows)
+        seen = b.apply(BroadcastTo(full), self._lower_visible(b, length, queries, rows))
+        if b.spec(k).dtype is not dtype:
+            k, v = b.apply(Cast(dtype), k), b.apply(Cast(dtype), v)
+        k, v = _alive(b, k, length), _alive(b, v, length)
+        folded = (batch, kv_heads, heads // kv_heads * queries)
+        grouped = b.apply(MulScalar(self.scale), b.apply(Reshape((*folded, dim)), q))
+        scores = b.apply(MatMul(), grouped, b.apply(Permute((0, 1, 3, 2)), k))
         scores = b.apply(Reshape(full), scores)
-        hidden = b.apply(Fill(full, dtype, -math.inf))
-        scores = b.apply(Where(), b.apply(BroadcastTo(full), seen), scores, hidden)
-        weights = b.apply(Reshape((batch, kv_heads, groups * queries, rows)),
-                          b.apply(Softmax(3), scores))  # fmt: skip
-        return b.apply(Reshape((batch, heads, queries, b.spec(v).shape[3])),
-                       b.apply(MatMul(), weights, v))  # fmt: skip
+        if self.has_mask:
+            mask = _lower_mask(b, ins[3], full)
+            if b.spec(mask).dtype is bool_:
+                seen = b.apply(And(), seen, mask)
+            else:
+                scores = b.apply(Add(), scores, mask)
+        scores = b.apply(Where(), seen, scores, b.apply(Fill(full, dtype, -math.inf)))
+        weights = b.apply(Reshape((*folded, rows)), b.apply(Softmax(3), scores))
+        return b.apply(Reshape(shape), b.apply(MatMul(), weights, v))
 
     def _lower_visible(self, b: Any, length: Any, queries: int, rows: int) -> Any:
         """``[queries, rows]`` bool: visible by liveness, causality and window."""
@@ -185,3 +191,24 @@ class Attention(Op):
             oldest = b.apply(SubScalar(self.window), place)
             seen = b.apply(And(), seen, b.apply(Gt(), row, oldest))
         return seen
+
+
+def _alive(b: Any, x: Any, length: Any) -> Any:
+    """Rows of ``[B, H, S, D]`` from the live length on set to zero."""
+    shape, dtype = b.spec(x).shape, b.spec(x).dtype
+    rows = shape[2]
+    live = b.apply(Lt(), b.apply(Iota((rows,), i64)), b.apply(BroadcastTo((rows,)), length))
+    live = b.apply(BroadcastTo(shape), b.apply(Reshape((rows, 1)), live))
+    return b.apply(Where(), live, x, b.apply(Fill(shape, dtype, 0)))
+
+
+def _lower_mask(b: Any, mask: Any, full: Shape) -> Any:
+    """A mask at full size; what it lacks beyond the live length is hidden anyway."""
+    spec = b.spec(mask)
+    shape = (1,) * (4 - spec.rank) + spec.shape
+    mask = b.apply(Reshape(shape), mask)
+    if shape[3] == 1:
+        return b.apply(BroadcastTo(full), mask)
+    mask = b.apply(BroadcastTo((*full[:3], shape[3])), mask)
+    rest = (*full[:3], full[3] - shape[3])
+    return b.apply(Concat(3), mask, b.apply(Fill(rest, spec.dtype, 0)))

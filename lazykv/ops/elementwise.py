@@ -8,7 +8,7 @@ import numpy as np
 
 from lazykv.dtypes import bool_
 from lazykv.errors import DTypeError, ShapeError
-from lazykv.ops.op import Op, need_arity, need_float, need_same_dtype
+from lazykv.ops.op import Op, need_arity, need_float, need_number_of, need_same_dtype
 from lazykv.spec import Spec
 
 
@@ -143,13 +143,7 @@ class BinaryScalar(Op):
         need_arity(self.name, ins, 1)
         s = ins[0]
         _need_number(self.name, s)
-        if not s.dtype.is_float:
-            info = np.iinfo(s.dtype.numpy)
-            if isinstance(self.value, float) or not info.min <= self.value <= info.max:
-                raise DTypeError(
-                    f"{self.name}: got {self.value!r} with {s}, need an integer in "
-                    f"{info.min}..{info.max}"
-                )
+        need_number_of(self.name, s, self.value)
         return s
 
     def body(self, xp: Any, *ins: Any) -> Any:

@@ -1,9 +1,10 @@
 """Normalizations over the last axis."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from lazykv.errors import ShapeError
+from lazykv.errors import RangeError, ShapeError
 from lazykv.ops.elementwise import Add, AddScalar, Mul, Rsqrt, Sub
 from lazykv.ops.op import Op, need_arity, need_float, need_same_dtype
 from lazykv.ops.reduce import Mean
@@ -11,8 +12,10 @@ from lazykv.ops.views import BroadcastTo
 from lazykv.spec import Spec
 
 
-def _check(who: str, ins: tuple[Spec, ...], vectors: int) -> Spec:
+def _check(who: str, ins: tuple[Spec, ...], vectors: int, eps: float) -> Spec:
     need_arity(who, ins, 1 + vectors)
+    if not 0 <= eps < math.inf:
+        raise RangeError(f"{who}: got eps {eps}, need a finite number >= 0")
     need_float(who, ins[0])
     need_same_dtype(who, *ins)
     if ins[0].rank < 1 or ins[0].shape[-1] == 0:
@@ -31,7 +34,7 @@ class RmsNorm(Op):
     eps: float
 
     def infer(self, *ins: Spec) -> Spec:
-        return _check(self.name, ins, 1)
+        return _check(self.name, ins, 1, self.eps)
 
     def body(self, xp: Any, *ins: Any) -> Any:
         x, weight = ins
@@ -55,7 +58,7 @@ class LayerNorm(Op):
     eps: float
 
     def infer(self, *ins: Spec) -> Spec:
-        return _check(self.name, ins, 2)
+        return _check(self.name, ins, 2, self.eps)
 
     def body(self, xp: Any, *ins: Any) -> Any:
         x, weight, bias = ins

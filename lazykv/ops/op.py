@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Protocol, Self, TypeVar
 
-from lazykv.dtypes import DType
-from lazykv.errors import DTypeError, LazyKvError, RangeError, ShapeError
+import numpy as np
+
+from lazykv.dtypes import DType, bool_
+from lazykv.errors import DTypeError, GraphError, RangeError, ShapeError
 from lazykv.layout import Layout
 from lazykv.spec import Spec
 from lazykv.symbols import Dim, Expr, ScalarSlot, dim_bounds
@@ -126,7 +128,21 @@ def is_proved(b: Bound) -> bool:
 
 def need_arity(who: str, ins: Sequence[Spec], n: int) -> None:
     if len(ins) != n:
-        raise LazyKvError(f"{who}: got {len(ins)} operands, need {n}")
+        raise GraphError(f"{who}: got {len(ins)} operands, need {n}")
+
+
+def need_number_of(who: str, s: Spec, value: float) -> None:
+    """A Python number must be one that an element can hold; floats are rounded, never cut."""
+    if s.dtype.is_float:
+        return
+    low, high = (0, 1) if s.dtype is bool_ else _range_of(s.dtype)
+    if isinstance(value, float) or not low <= value <= high:
+        raise DTypeError(f"{who}: got {value!r} with {s}, need an integer in {low}..{high}")
+
+
+def _range_of(dt: DType) -> tuple[int, int]:
+    info = np.iinfo(dt.numpy)
+    return int(info.min), int(info.max)
 
 
 def need_float(who: str, *ins: Spec) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lazykv.dtypes import DType
-from lazykv.ops.op import Op, need_arity
+from lazykv.ops.op import Op, need_arity, need_number_of
 from lazykv.spec import Shape, Spec
 from lazykv.symbols import Dim
 
@@ -96,6 +96,11 @@ class Fill(Source):
     name: ClassVar[str] = "fill"
     pure: ClassVar[bool] = True
     value: float = 0.0
+
+    def infer(self, *ins: Spec) -> Spec:
+        out = super().infer(*ins)
+        need_number_of(self.name, out, self.value)
+        return out
 
     def body(self, xp: Any, *ins: Any) -> Any:
         return xp.full(self.shape, self.value, dtype=self.dtype.compute)

@@ -1,6 +1,6 @@
 """Plan and realize: from targets to arrays, through the structural cache."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lazykv.compiler.plan import Bindings, Plan
@@ -26,7 +26,7 @@ def plan(
     back (writes into storages). `kept` gives the storages that `Alloc` nodes shall fill.
     """
     single = isinstance(targets, Tensor)
-    outputs = [targets] if isinstance(targets, Tensor) else list(targets)
+    outputs = _targets(targets)
     if not outputs and not effects:
         raise GraphError("plan: got no targets, need at least one")
     given = dict(bindings or {})
@@ -46,6 +46,14 @@ def plan(
 _device = device
 
 
+def _targets(targets: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    if isinstance(targets, Tensor):
+        return [targets]
+    if not isinstance(targets, Iterable):
+        raise GraphError(f"plan: got {targets!r}, need a Tensor or a list of them")
+    return list(targets)
+
+
 def realize(
     targets: Tensor | Sequence[Tensor], bindings: Bindings | None = None, env: EnvLike = None,
     device: DeviceLike = "cpu",
@@ -54,7 +62,7 @@ def realize(
 
     Every bound, binding and shape is checked before the first kernel runs. Results are fresh.
     """
-    if not isinstance(targets, Tensor) and not targets:
+    if not isinstance(targets, Tensor) and not _targets(targets):
         return []
     return plan(targets, bindings, device).run(env=env)
 

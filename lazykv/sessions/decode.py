@@ -12,7 +12,7 @@ import numpy as np
 
 from lazykv.compiler.manifest import Manifest
 from lazykv.compiler.plan import Plan, check_input
-from lazykv.device import Array, HostArray, device, generation, host_array
+from lazykv.device import HostArray, device, generation, host_array
 from lazykv.dtypes import to_raw
 from lazykv.errors import BindingError, GraphError, SessionBusy
 from lazykv.graph import Tensor
@@ -21,7 +21,7 @@ from lazykv.ops.sources import Placeholder
 from lazykv.runtime.realize import plan as make_plan
 from lazykv.sessions.context import InferenceContext
 from lazykv.storage import Storage
-from lazykv.symbols import EnvLike, Sym
+from lazykv.symbols import EnvLike
 
 KvNodes = Sequence[tuple[Tensor, Tensor]]
 
@@ -69,7 +69,6 @@ class DecodeSession:
         self.manifest = manifest
         self.kv_nodes = tuple(tuple(pair) for pair in kv_nodes)
         self.realize_count = 0
-        self.position: Sym | None = None
         self._alloc_id = alloc_id
         self._feeds = [_Feed(name, plan, t) for name, t in bound.items() if t in plan.leaves]
 
@@ -124,7 +123,7 @@ class DecodeSession:
                     array = feed.check(array)
                 arrays.append(array)
             for feed, array in zip(self._feeds, arrays, strict=True):
-                feed.copy_in(feed.dest, array)
+                feed.put(array)
             results = plan.execute()
         finally:
             plan.running.release()
@@ -169,14 +168,13 @@ class DecodeSession:
 class _Feed:
     """One bound input: where its bytes go, and what they must look like."""
 
-    __slots__ = ("copy_in", "dest", "dtype", "name", "plain", "shape", "tensor")
+    __slots__ = ("dtype", "name", "plain", "put", "shape", "tensor")
 
     def __init__(self, name: str, plan: Plan, tensor: Tensor) -> None:
         self.name = name
         self.tensor = tensor
         store = plan.input_storage(plan.leaves.index(tensor))
-        self.dest: Array = store.array
-        self.copy_in = device(store.location).backend.copy_in
+        self.put = device(store.location).backend.feeder(store.array)
         self.shape = tensor.shape
         self.dtype = tensor.dtype.numpy
         # Raw-bit dtypes need a view of the array first: the exact-type shortcut must not match.

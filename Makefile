@@ -1,0 +1,21 @@
+.PHONY: check format lint types layers test bench
+
+check: format lint types layers test
+
+format:
+	ruff format --check .
+
+lint:
+	ruff check .
+
+types:
+	mypy
+
+layers:
+	lint-imports
+
+test:
+	python -m pytest --quiet
+
+bench:
+	env -u OPENBLAS_CORETYPE -u OPENBLAS_L2_SIZE python tools/bench/decode.py

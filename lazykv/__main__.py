@@ -1,0 +1,7 @@
+"""``python -m lazykv``."""
+
+import sys
+
+from lazykv.cli import main
+
+sys.exit(main())

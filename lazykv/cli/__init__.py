@@ -1,0 +1,3 @@
+"""The `lazykv` command."""
+
+from lazykv.cli.entry import main as main

@@ -1,0 +1,59 @@
+"""`main`: parse, run one command, and turn failures into one line and an exit code."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from lazykv import __version__
+from lazykv.cli import generate, graph, plan
+from lazykv.cli.arguments import Command, Parser
+from lazykv.cli.exits import INTERRUPTED, OK, UsageError, exit_code
+from lazykv.errors import LazyKvError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``lazykv ARGV``; returns the exit code.
+
+    0 is fine, 1 a check or a run that failed, 2 arguments that cannot be used, 3 something missing
+    outside the program (an extra, the network, a device, memory, a writable folder).
+    """
+    try:
+        args = _parser().parse_args(argv)
+        run: Command = args.run
+        code = run(args)
+        sys.stdout.flush()
+    except SystemExit as e:  # argparse leaves this way after --help and --version
+        return int(e.code or 0)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read the output has enough of it. Python flushes once more when it exits, so
+        # standard output must lead somewhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except Exception as e:
+        print(f"lazykv: {_line(e)}", file=sys.stderr)
+        return exit_code(e)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="lazykv",
+        description="Graphs and held plans for the key/value caches of language models.",
+        epilog="Exit codes: 0 fine, 1 a check failed, 2 usage, 3 something missing outside.",
+    )
+    parser.add_argument("--version", action="version", version=f"lazykv {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for module in (generate, graph, plan):
+        module.add_commands(commands)
+    return parser
+
+
+def _line(error: Exception) -> str:
+    """A failure in one line; the kind of one that nobody put into words is named."""
+    text = " ".join(str(error).split())
+    if isinstance(error, LazyKvError | UsageError):
+        return text
+    return f"{type(error).__name__}: {text}"

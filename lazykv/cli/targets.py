@@ -1,0 +1,151 @@
+"""TARGET: the graphs that the commands can show, and the options that size them."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from lazykv.cli.arguments import count, dtype_name, location_name
+from lazykv.cli.exits import UsageError
+from lazykv.dtypes import dtype
+from lazykv.errors import EnvironmentMissing
+from lazykv.graph import Tensor
+from lazykv.inspect import Document, describe
+from lazykv.kv.cache import KvCache, write_graph
+from lazykv.kv.layer import KvSlot
+from lazykv.models.config import LlamaConfig
+from lazykv.models.llama import build_step
+from lazykv.models.weights import LayerWeights, LlamaWeights, frozen
+from lazykv.storage import Storage
+
+HELP = (
+    "write-bytes (one eager write into a cache), append (one step's rows into every layer), "
+    "decode (one step of a small made-up Llama), or decode:MODEL (smollm2, a .gguf file, or a "
+    "folder with config.json; only its header is read)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What to plan: results to hand back, and writes that only have to happen."""
+
+    outputs: Sequence[Tensor] = ()
+    effects: Sequence[Tensor] = field(default=())
+
+
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """TARGET and its options."""
+    parser.add_argument("target", metavar="TARGET", help=HELP)
+    sizes = parser.add_argument_group("sizes of the graph")
+    sizes.add_argument("--layers", type=count, metavar="N", help="layers (default 2)")
+    sizes.add_argument("--heads", type=count, metavar="N", help="key/value heads (default 2)")
+    sizes.add_argument("--head-dim", type=count, metavar="N", help="width of a head (default 8)")
+    sizes.add_argument(
+        "--max-seq-len", type=count, metavar="N", default=64, help="cache rows (default 64)"
+    )
+    sizes.add_argument(
+        "--seq", type=count, metavar="N", default=1, help="rows of a step (default 1)"
+    )
+    sizes.add_argument(
+        "--dtype", type=dtype_name, metavar="NAME", default="f32", help="of the cache (default f32)"
+    )
+    sizes.add_argument(
+        "--device", type=location_name, metavar="LOCATION", default="cpu",
+        help="where the cache lives (default cpu)",
+    )  # fmt: skip
+    parser.add_argument("--full", action="store_true", help="list every layer, also repeated ones")
+
+
+def document(args: argparse.Namespace) -> Document:
+    """Plan the target of the command line and describe the plan. Nothing runs."""
+    target = _target(args)
+    return describe(target.outputs, device=args.device, effects=target.effects, title=args.target)
+
+
+def _target(args: argparse.Namespace) -> Target:
+    if args.seq > args.max_seq_len:
+        raise UsageError(
+            f"--seq: got {args.seq} rows, need at most the capacity --max-seq-len {args.max_seq_len}"
+        )
+    kind, colon, model = args.target.partition(":")
+    if args.target == "write-bytes":
+        return Target(effects=_write(args, 1, [KvSlot.K]))
+    if args.target == "append":
+        return Target(effects=_write(args, args.layers or 2, list(KvSlot)))
+    if kind == "decode" and bool(colon) == bool(model):
+        config = _config_of(args, model) if model else _made_up(args)
+        return Target(outputs=[_decode(config, args)])
+    raise UsageError(
+        f"TARGET: got {args.target!r}, need write-bytes, append, decode or decode:MODEL"
+    )
+
+
+def _write(args: argparse.Namespace, n_layers: int, slots: Sequence[KvSlot]) -> list[Tensor]:
+    """The graph that `KvCache` makes for rows written into some slots of every layer."""
+    heads, dim = args.heads or 2, args.head_dim or 8
+    cache = KvCache.with_capacity(n_layers, heads, dim, args.max_seq_len, args.dtype, args.device)
+    rows = np.zeros((1, heads, args.seq, dim), dtype(args.dtype).numpy)
+    writes, names = [], []
+    for layer in range(n_layers):
+        for slot in slots:
+            storage = cache.slot_storage(layer, slot)
+            assert storage is not None, "with_capacity populates every layer"
+            writes.append((storage, rows))
+            names.append(f"cache.{layer}.{slot.name.lower()}")
+    effects, _ = write_graph(writes, names)
+    return effects
+
+
+def _decode(config: LlamaConfig, args: argparse.Namespace) -> Tensor:
+    weights, kv_dtype = _zero_weights(config), dtype(args.dtype)
+    step = build_step(
+        config, weights, seq=args.seq, capacity=args.max_seq_len, kv_dtype=kv_dtype
+    )  # fmt: skip
+    return step.logits
+
+
+def _made_up(args: argparse.Namespace) -> LlamaConfig:
+    heads, dim = args.heads or 2, args.head_dim or 8
+    return LlamaConfig(
+        architecture="llama", vocab_size=64, hidden_size=2 * heads * dim,
+        intermediate_size=4 * heads * dim, n_layers=args.layers or 2, n_heads=2 * heads,
+        n_kv_heads=heads, head_dim=dim, rms_eps=1e-5, rope_theta=10000.0, rope_scaling=None,
+        rope_interleaved=False, context_length=args.max_seq_len, tied_head=True,
+    )  # fmt: skip
+
+
+def _config_of(args: argparse.Namespace, model: str) -> LlamaConfig:
+    if args.layers or args.heads or args.head_dim:
+        raise UsageError(
+            "--layers, --heads, --head-dim: got a size with decode:MODEL, need none; the model "
+            "has its own"
+        )
+    # Late, because the file readers come with the optional `models` extra.
+    try:
+        from lazykv.models.fetch import locate_model  # noqa: PLC0415
+        from lazykv.models.gguf_file import read_gguf  # noqa: PLC0415
+        from lazykv.models.safetensors_folder import read_folder  # noqa: PLC0415
+    except ModuleNotFoundError as e:
+        raise EnvironmentMissing(
+            f"decode:MODEL: got no module {e.name!r}, need it; pip install 'lazykv[models]'"
+        ) from e
+    path: Path = locate_model(model)
+    return (read_folder(path) if path.is_dir() else read_gguf(path)).config
+
+
+def _zero_weights(c: LlamaConfig) -> LlamaWeights:
+    """Weights of the right shapes. Zeroed memory that nobody touches costs no pages, so that even
+    a large model's graph can be shown."""
+    hidden, inner, queries = c.hidden_size, c.intermediate_size, c.n_heads * c.head_dim
+    projected = queries + 2 * c.n_kv_heads * c.head_dim
+    shapes = ((hidden,), (hidden, projected), (queries, hidden), (hidden,), (hidden, 2 * inner),
+              (inner, hidden))  # fmt: skip
+    layers = tuple(LayerWeights(*map(_zeros, shapes)) for _ in range(c.n_layers))
+    embedding = None if c.tied_head else _zeros((c.vocab_size, hidden))
+    return LlamaWeights(embedding, _zeros((hidden, c.vocab_size)), _zeros((hidden,)), layers)
+
+
+def _zeros(shape: tuple[int, ...]) -> Storage:
+    return frozen(np.zeros(shape, np.float32))

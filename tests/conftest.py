@@ -1,0 +1,7 @@
+"""Settings of all tests; being here also makes `oracle` importable for tests in folders."""
+
+from hypothesis import settings
+
+# Examples run beside other work, so a slow one is no failure; a failing one prints how to replay.
+settings.register_profile("lazykv", deadline=None, print_blob=True)
+settings.load_profile("lazykv")
