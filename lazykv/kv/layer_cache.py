@@ -1,0 +1,275 @@
+"""LayerKvCache: one sequence, one layer, f32 rows in one shared, locked buffer."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, SupportsIndex, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lazykv.device import HostArray
+from lazykv.dtypes import dtype, f32
+from lazykv.errors import DTypeError, GraphError, RangeError, ShapeError
+from lazykv.spec import Spec, as_shape
+from lazykv.storage import ReadWriteLock, Storage
+
+R = TypeVar("R")
+Row = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheConfig:
+    """The size of one layer's cache; a row holds all heads side by side."""
+
+    max_tokens_per_seq: int = 8192
+    num_heads: int = 4
+    hidden_dim_per_head: int = 64
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise RangeError(f"KVCacheConfig: got {name} {value!r}, need an integer >= 1")
+
+    @property
+    def token_width(self) -> int:
+        """Elements of one token's keys (and of its values)."""
+        return self.num_heads * self.hidden_dim_per_head
+
+
+class KVSpan:
+    """Rows ``start..end`` of a cache: `keys` and `values` are read-only views ``[n, width]``.
+
+    The views are under the cache's read lock and valid only inside the call that handed them out.
+    """
+
+    __slots__ = ("_keys", "_values", "end", "start")
+
+    def __init__(self, keys: Row, values: Row, start: int, end: int) -> None:
+        self._keys: Row | None = keys
+        self._values: Row | None = values
+        self.start = start
+        self.end = end
+
+    @property
+    def keys(self) -> Row:
+        return self._open(self._keys)
+
+    @property
+    def values(self) -> Row:
+        return self._open(self._values)
+
+    def _open(self, rows: Row | None) -> Row:
+        if rows is None:
+            raise GraphError(
+                f"{self!r}: got a use after its call, need it inside; copy what you keep"
+            )
+        return rows
+
+    def close(self) -> None:
+        """End the span's life; its views are refused from now on."""
+        self._keys = self._values = None
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    def __repr__(self) -> str:
+        return f"KVSpan({self.start}..{self.end})"
+
+
+class _Shared:
+    """What every handle of one cache shares: the buffer ``[2, max, width]``, length and lock."""
+
+    __slots__ = ("length", "lock", "storage")
+
+    def __init__(self) -> None:
+        self.storage: Storage | None = None
+        self.length = 0
+        self.lock = ReadWriteLock()
+
+
+class LayerKvCache:
+    """Keys and values of one layer for one sequence.
+
+    A `copy.copy` is another handle to the same rows.
+
+    Nothing is allocated before `initialize`. Many threads may read while none writes; a writer
+    waits for readers to leave and goes before later ones. Writing from inside a read is refused.
+    """
+
+    __slots__ = ("_shared", "config")
+
+    def __init__(self, config: KVCacheConfig | None = None) -> None:
+        self.config = KVCacheConfig() if config is None else config
+        self._shared = _Shared()
+
+    def __copy__(self) -> "LayerKvCache":
+        other = LayerKvCache(self.config)
+        other._shared = self._shared
+        return other
+
+    # Writing
+
+    def initialize(self, seq_len: SupportsIndex) -> None:
+        """Allocate once for the maximum (zeros), and mark ``min(seq_len, max)`` tokens valid.
+
+        Called again it never loses data and never shrinks. `seq_len` 0 is an error.
+        """
+        n = as_shape("LayerKvCache.initialize", (seq_len,))[0]
+        if n == 0:
+            raise RangeError("LayerKvCache.initialize: got seq_len 0, need at least 1")
+        rows = self.config.max_tokens_per_seq
+        with self._writing("initialize"):
+            if self._shared.storage is None:
+                storage = Storage.allocate((2, rows, self.config.token_width), f32)
+                storage.array.fill(0)
+                self._shared.storage = storage
+            self._shared.length = max(self._shared.length, min(n, rows))
+
+    def write_kv(self, token_idx: SupportsIndex, keys: object, values: object) -> None:
+        """One token's keys and values ``[width]``; the length grows to ``token_idx + 1``."""
+        self.write_kv_batch([(token_idx, keys, values)])
+
+    def write_kv_batch(self, entries: Sequence[tuple[SupportsIndex, Any, Any]]) -> None:
+        """Several tokens under one lock acquisition. A bad entry anywhere writes nothing."""
+        checked = [self._entry(*entry) for entry in entries]
+        if not checked:
+            return
+        with self._writing("write_kv"):
+            storage = self._buffer("write_kv")
+            keys, values = storage.array
+            for i, k, v in checked:
+                keys[i] = k
+                values[i] = v
+            self._shared.length = max(self._shared.length, *(i + 1 for i, _, _ in checked))
+            storage.version += 1
+
+    def _entry(
+        self, token_idx: SupportsIndex, keys: object, values: object
+    ) -> tuple[int, Row, Row]:
+        (i,) = as_shape("LayerKvCache.write_kv", (token_idx,))
+        if i >= self.config.max_tokens_per_seq:
+            raise RangeError(
+                f"LayerKvCache.write_kv: got token {i}, need 0 <= token < "
+                f"{self.config.max_tokens_per_seq}"
+            )
+        self._buffer("write_kv")
+        return i, self._row("keys", keys), self._row("values", values)
+
+    def _row(self, what: str, value: object) -> Row:
+        array = value if isinstance(value, np.ndarray) else np.asarray(value, np.float32)
+        spec = Spec(array.shape, dtype(array.dtype))
+        if array.shape != (self.config.token_width,):
+            need = Spec((self.config.token_width,), f32)
+            raise ShapeError(f"LayerKvCache.write_kv: got {what} {spec}, need {need}")
+        if spec.dtype is not f32:
+            raise DTypeError(
+                f"LayerKvCache.write_kv: got {what} {spec}, need f32; convert them first"
+            )
+        return array
+
+    # Reading
+
+    def with_read_kv(self, token_idx: SupportsIndex, f: Callable[[Row, Row], R]) -> R:
+        """``f(keys, values)`` on read-only views ``[width]`` of one token, under the read lock."""
+        (i,) = as_shape("LayerKvCache.with_read_kv", (token_idx,))
+        with self._reading("with_read_kv", i, i + 1) as (keys, values):
+            return f(keys[0], values[0])
+
+    def with_read_range(
+        self, start: SupportsIndex, end: SupportsIndex, f: Callable[[KVSpan], R]
+    ) -> R:
+        """``f(span)`` on read-only views ``[end - start, width]``, under the read lock."""
+        first, last = as_shape("LayerKvCache.with_read_range", (start, end))
+        with self._reading("with_read_range", first, last) as (keys, values):
+            span = KVSpan(keys, values, first, last)
+            try:
+                return f(span)
+            finally:
+                span.close()
+
+    def read_kv(self, token_idx: SupportsIndex) -> tuple[Row, Row]:
+        """Copies ``[width]`` of one token's keys and values."""
+        return self.with_read_kv(token_idx, lambda k, v: (k.copy(), v.copy()))
+
+    def read_range(self, start: SupportsIndex, end: SupportsIndex) -> tuple[Row, Row]:
+        """Copies ``[end - start, width]`` of keys and values."""
+        return self.with_read_range(start, end, lambda span: (span.keys.copy(), span.values.copy()))
+
+    def read_range_into(
+        self, start: SupportsIndex, end: SupportsIndex, keys_out: HostArray, values_out: HostArray
+    ) -> None:
+        """Copy rows into the first ``(end - start) * width`` elements of two f32 arrays.
+
+        Larger outputs are accepted, too small ones refused before anything is copied.
+        """
+        first, last = as_shape("LayerKvCache.read_range_into", (start, end))
+        size = max(0, last - first) * self.config.token_width
+        outs = [
+            _output(what, out, size) for what, out in (("keys", keys_out), ("values", values_out))
+        ]
+        with self._reading("read_range_into", first, last) as rows:
+            for out, part in zip(outs, rows, strict=True):
+                out.reshape(part.shape)[...] = part
+
+    def len(self) -> int:
+        """Valid tokens."""
+        return self._shared.length
+
+    __len__ = len
+
+    def is_empty(self) -> bool:
+        return self._shared.length == 0
+
+    def __bool__(self) -> bool:
+        return True
+
+    # The lock, and the checks under it
+
+    def _buffer(self, who: str) -> Storage:
+        if self._shared.storage is None:
+            raise GraphError(f"LayerKvCache.{who}: got no buffer, need initialize(seq_len) first")
+        return self._shared.storage
+
+    @contextmanager
+    def _writing(self, who: str) -> Iterator[None]:
+        self._shared.lock.acquire_write(f"LayerKvCache.{who}")
+        try:
+            yield
+        finally:
+            self._shared.lock.release_write()
+
+    @contextmanager
+    def _reading(self, who: str, start: int, end: int) -> Iterator[tuple[Row, Row]]:
+        self._shared.lock.acquire_read()
+        try:
+            storage, length = self._buffer(who), self._shared.length
+            if not start <= end <= length:
+                raise RangeError(
+                    f"LayerKvCache.{who}: got tokens {start}..{end}, need 0 <= start <= end <= "
+                    f"length {length}"
+                )
+            rows = storage.array[:, start:end]
+            rows.flags.writeable = False
+            yield rows[0], rows[1]
+        finally:
+            self._shared.lock.release_read()
+
+    def __repr__(self) -> str:
+        c, n = self.config, self._shared.length
+        return f"LayerKvCache({n} of {c.max_tokens_per_seq} tokens x {c.token_width})"
+
+
+def _output(what: str, out: HostArray, size: int) -> HostArray:
+    """The first `size` elements of a caller's array, as one line of its memory."""
+    who = f"LayerKvCache.read_range_into: got {what}_out"
+    if not isinstance(out, np.ndarray) or out.dtype != np.float32:
+        raise DTypeError(f"{who} of {getattr(out, 'dtype', type(out).__name__)}, need an f32 array")
+    if not out.flags.c_contiguous or not out.flags.writeable:
+        raise ShapeError(
+            f"{who} that is read-only or not contiguous, need writable, contiguous memory"
+        )
+    if out.size < size:
+        raise ShapeError(f"{who} of {out.size} elements, need at least {size}")
+    return out.reshape(-1)[:size]
