@@ -253,7 +253,7 @@ def host_array(value: object) -> HostArray:
     if isinstance(value, np.ndarray):
         return value
     if hasattr(value, "__dlpack__") and not isinstance(value, np.generic):
-        return np.from_dlpack(value)  # type: ignore[arg-type]
+        return np.from_dlpack(value)
     if isinstance(value, bytes):  # NumPy would make a string of it
         return np.frombuffer(value, np.uint8)
     try:

@@ -99,11 +99,15 @@ def dtype(spec: DTypeLike) -> DType:
         return _BY_NAME[spec]
     if spec is not None:
         try:
-            found = _BY_NUMPY.get(np.dtype(spec).newbyteorder("="))
+            given = np.dtype(spec)
         except (TypeError, ValueError, SyntaxError):
-            found = None
-        if found is not None:
-            return found
+            given = np.dtype(np.void)
+        # Of NumPy's names only the full ones ("float32"): its codes count bytes, so that "f8" is
+        # float64 and its "i8" is not ours.
+        if not isinstance(spec, str) or spec == given.name:
+            found = _BY_NUMPY.get(given.newbyteorder("="))
+            if found is not None:
+                return found
     raise DTypeError(f"dtype: got {spec!r}, need one of {', '.join(_BY_NAME)} or its NumPy dtype")
 
 

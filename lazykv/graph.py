@@ -35,7 +35,6 @@ from lazykv.spec import Shape, Spec, as_axis, as_shape
 from lazykv.storage import Storage
 from lazykv.symbols import Dim, DimLike, as_dim, as_expr
 
-
 Ranges: TypeAlias = Sequence[tuple[DimLike, DimLike]]
 
 
@@ -446,7 +445,7 @@ class _At:
             _slice_bounds("at", axis, item, self._dest.shape[axis])
             for axis, item in enumerate(items)
         ]
-        return _At(self._dest, [(start, start + width) for start, width in bounds])
+        return _At(self._dest, [(start, as_expr(start) + width) for start, width in bounds])
 
     def set(self, src: Tensor) -> Tensor:
         if self._ranges is None:
@@ -488,11 +487,11 @@ def _slice_bounds(who: str, axis: int, item: slice, extent: int) -> tuple[Dim, i
         raise GraphError(f"{who}: got step {item.step} on axis {axis}, need 1")
     start = 0 if item.start is None else _from_end(as_dim(item.start), extent)
     end = extent if item.stop is None else _from_end(as_dim(item.stop), extent)
-    return _range(who, axis, (start, end))  # type: ignore[arg-type]
+    return _range(who, axis, (start, end))
 
 
 def _from_end(dim: Dim, extent: int) -> Dim:
-    """A negative number counts from the end, as in Python; it is checked later, never wrapped twice."""
+    """A negative number counts from the end, as in Python; bounds are checked later."""
     return dim + extent if isinstance(dim, int) and dim < 0 else dim
 
 

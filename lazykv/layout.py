@@ -8,11 +8,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lazykv.spec import Shape
-from lazykv.symbols import Dim, as_dim, dim_bounds
+from lazykv.symbols import Dim, ScalarSlot, as_dim, dim_bounds
 
 # Bound on the exact overlap search (a bounded Diophantine problem); past it we assume an overlap.
 _OVERLAP_WORK = 100_000
@@ -38,10 +41,10 @@ class Layout:
     @property
     def is_contiguous(self) -> bool:
         """Whether elements are adjacent in row-major order (offset aside)."""
+        if 0 in self.shape:
+            return True
         step = 1
         for extent, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if extent == 0:
-                return True
             if extent != 1 and stride != step:
                 return False
             step *= extent
@@ -55,6 +58,8 @@ class Layout:
         return any(n > 1 and s == 0 for n, s in zip(self.shape, self.strides, strict=True))
 
     def slice(self, axis: int, start: Dim, length: int) -> "Layout":
+        assert not isinstance(self.offset, ScalarSlot), "slots only stand in compiled registers"
+        assert not isinstance(start, ScalarSlot), "ops are compiled after their layouts are known"
         shape = (*self.shape[:axis], length, *self.shape[axis + 1 :])
         offset = as_dim(self.offset + start * self.strides[axis])
         return Layout(offset, shape, self.strides)
@@ -73,7 +78,7 @@ class Layout:
         return Layout(self.offset, shape, tuple(strides))
 
     def reshape(self, shape: Shape) -> "Layout | None":
-        """The same elements in row-major order under another shape, or None if strides cannot say it.
+        """The same elements in row-major order under another shape, or None where strides cannot.
 
         Extents of 1 are dropped first; then each run of old axes and the run of new axes with the
         same product must have strides that merge.
@@ -96,7 +101,7 @@ class Layout:
                 else:
                     break
             run = old[first:i]
-            if any(a[1] != b[0] * b[1] for a, b in zip(run, run[1:], strict=False)):
+            if any(a[1] != b[0] * b[1] for a, b in pairwise(run)):
                 return None
             step = run[-1][1] if run else 1
             part: list[int] = []
@@ -130,13 +135,14 @@ def overlap(a: Layout, b: Layout) -> bool:
     if not isinstance(a.offset, int) or not isinstance(b.offset, int):
         return True
     base = np.empty(1, np.uint8)
+    work: Any = _OVERLAP_WORK  # NumPy's stubs name only its two special values
     try:
-        return np.shares_memory(_ghost(base, a), _ghost(base, b), max_work=_OVERLAP_WORK)
+        return np.shares_memory(_ghost(base, a), _ghost(base, b), max_work=work)
     except np.exceptions.TooHardError:
         return True
 
 
-def _ghost(base: np.ndarray, layout: Layout) -> np.ndarray:  # type: ignore[type-arg]
+def _ghost(base: NDArray[np.uint8], layout: Layout) -> NDArray[np.uint8]:
     """An array with the addresses of a view and no memory behind it; never read."""
     assert isinstance(layout.offset, int), "a symbolic offset has no address"
     line = np.lib.stride_tricks.as_strided(base, (layout.offset + 1,), (1,))

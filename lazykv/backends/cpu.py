@@ -94,7 +94,7 @@ def _portable(call: Call) -> Iterable[Step]:
 
 
 def _run_body(call: Call) -> None:
-    """Run an op's body: operands widened to the dtype arithmetic runs in, the result rounded back."""
+    """Run an op's body: operands widened to the dtype of arithmetic, the result rounded back."""
     op, scalars = call.op, call.scalars
     if op.dims:
         op = op.map_dims(lambda d: scalars[d.index] if isinstance(d, ScalarSlot) else d)
@@ -450,9 +450,9 @@ def _attend_one(
     scores = flat[: heads * groups * n].reshape(heads, groups, n)
     np.multiply(q, scale, scaled)
     np.matmul(scaled, kt[:, :, first:live], scores)
-    np.maximum.reduce(scores, 2, None, total, True)
+    np.maximum.reduce(scores, 2, None, total, True)  # type: ignore[call-overload]
     _exp_in_place(scores, total)
-    np.add.reduce(scores, 2, None, total, True)
+    np.add.reduce(scores, 2, None, total, True)  # type: ignore[call-overload]
     np.matmul(scores, v[:, first:live], out)
     _divide_rows(out, total)
 
@@ -493,9 +493,9 @@ def _attend_many(
             if op.causal or op.window is not None:
                 seen = _visible(op, place + start, place + stop, first, last)
                 np.copyto(scores, np.float32(-np.inf), where=~seen)
-            np.maximum.reduce(scores, 2, None, total[:, :m], True)
+            np.maximum.reduce(scores, 2, None, total[:, :m], True)  # type: ignore[call-overload]
             _exp_in_place(scores, total[:, :m])
-            np.add.reduce(scores, 2, None, total[:, :m], True)
+            np.add.reduce(scores, 2, None, total[:, :m], True)  # type: ignore[call-overload]
             out[mine, start:stop] = np.matmul(scores, v[head, first:last])
             _divide_rows(out[mine, start:stop], total[:, :m])
 
@@ -527,5 +527,5 @@ for _view in View.__subclasses__():
     _KERNELS[_view] = [(_any, Kernel(_move))]
 for _op in (*ew.Binary.__subclasses__(), *ew.Compare.__subclasses__()):
     _KERNELS[_op] = [(_plain_numbers, Kernel(_binary))]
-for _op in ew.BinaryScalar.__subclasses__():
-    _KERNELS[_op] = [(_plain_numbers, Kernel(_binary_scalar))]
+for _scalar_op in ew.BinaryScalar.__subclasses__():
+    _KERNELS[_scalar_op] = [(_plain_numbers, Kernel(_binary_scalar))]

@@ -4,9 +4,12 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 
+import lazykv.cli.generate as generate
+import lazykv.cli.graph as graph
+import lazykv.cli.plan as plan
 from lazykv import __version__
-from lazykv.cli import generate, graph, plan
 from lazykv.cli.arguments import Command, Parser
 from lazykv.cli.exits import INTERRUPTED, OK, UsageError, exit_code
 from lazykv.errors import LazyKvError
@@ -18,6 +21,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 is fine, 1 a check or a run that failed, 2 arguments that cannot be used, 3 something missing
     outside the program (an extra, the network, a device, memory, a writable folder).
     """
+    if isinstance(sys.stdout, TextIOWrapper):
+        # A terminal that cannot show a character shows a mark; text is no reason to stop.
+        sys.stdout.reconfigure(errors="replace")
     try:
         args = _parser().parse_args(argv)
         run: Command = args.run

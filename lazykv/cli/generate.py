@@ -96,8 +96,9 @@ def _generate(args: argparse.Namespace) -> int:
 def _prompt(argument: str) -> str:
     try:
         text = sys.stdin.read().removesuffix("\n") if argument == "-" else argument
-    except UnicodeDecodeError as e:
-        raise UsageError(f"PROMPT: got bytes that are not {e.encoding}, need text") from e
+        text.encode()  # bytes that are no text may have come through as lone surrogates
+    except UnicodeError as e:
+        raise UsageError("PROMPT: got bytes that are not UTF-8, need text") from e
     if not text:
         raise UsageError("PROMPT: got no text, need some")
     return text

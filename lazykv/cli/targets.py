@@ -13,8 +13,9 @@ from lazykv.dtypes import dtype
 from lazykv.errors import EnvironmentMissing
 from lazykv.graph import Tensor
 from lazykv.inspect import Document, describe
-from lazykv.kv.cache import KvCache, write_graph
+from lazykv.kv.cache import KvCache
 from lazykv.kv.layer import KvSlot
+from lazykv.kv.rows import write_graph
 from lazykv.models.config import LlamaConfig
 from lazykv.models.llama import build_step
 from lazykv.models.weights import LayerWeights, LlamaWeights, frozen
@@ -67,7 +68,7 @@ def document(args: argparse.Namespace) -> Document:
 def _target(args: argparse.Namespace) -> Target:
     if args.seq > args.max_seq_len:
         raise UsageError(
-            f"--seq: got {args.seq} rows, need at most the capacity --max-seq-len {args.max_seq_len}"
+            f"--seq: got {args.seq} rows, need at most --max-seq-len, which is {args.max_seq_len}"
         )
     kind, colon, model = args.target.partition(":")
     if args.target == "write-bytes":

@@ -15,8 +15,19 @@ from lazykv.ops.sources import Const
 
 
 def clone_destinations(ir: IR) -> tuple[IR, list[int]]:
-    """The IR in which every remaining destructive op may work in place, and where nodes went."""
-    needs = _needs_copy(ir)
+    """The IR in which every remaining destructive op may work in place, and where nodes went.
+
+    Repeated until nothing is left to do: a copy is contiguous, so that a view of it that had to be
+    a copy before may now share its bytes, and bring further writes to them.
+    """
+    moved = list(range(len(ir)))
+    while needs := _needs_copy(ir):
+        ir, step = _clone(ir, needs)
+        moved = [step[i] for i in moved]
+    return ir, moved
+
+
+def _clone(ir: IR, needs: dict[int, str]) -> tuple[IR, list[int]]:
     out, moved = IR(), list[int]()
     for index, node in enumerate(ir.nodes):
         inputs = [moved[i] for i in node.inputs]

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import lazykv.inspect.document as doc
 from lazykv.compiler.ir import IR, Node, Output, Place, is_alias, places
 from lazykv.compiler.plan import Bindings, Plan, leaf_name
 from lazykv.compiler.program import Home, Program, Register
@@ -13,7 +14,6 @@ from lazykv.device import CPU, DeviceLike, DeviceLocation, device
 from lazykv.dtypes import DType
 from lazykv.errors import GraphError
 from lazykv.graph import Tensor
-from lazykv.inspect import document as doc
 from lazykv.inspect.layers import layers_of
 from lazykv.ops.move import Copy
 from lazykv.ops.op import Op
@@ -70,6 +70,7 @@ class _Collector:
         for n, (s, name) in enumerate(zip(traced.symbols, names, strict=True)):
             self.names[stand_in(n, s.low, s.high)] = name
         self.ids = _plan_ids(self.program)
+        self.leaves = _distinct([leaf_name(t, n) for n, t in enumerate(plan.leaves)])
 
     def document(self) -> doc.Document:
         graph = self.graph()
@@ -204,16 +205,16 @@ class _Collector:
         """A reason with the ids of this dump in place of the compiler's ``op[position]``."""
         order = list(range(len(self.program.nodes)))
         if added == "clone":
-            # It was written when no copy for a write, safety copy included, was in the list yet.
-            order = [i for i in order if _added(self.program, i) not in ("clone", "safety")]
+            # It was written before the clones took their places in the list.
+            order = [i for i in order if _added(self.program, i) != "clone"]
         return re.sub(r"\b[a-z_]+\[(\d+)\]", lambda m: self.ids[order[int(m[1])]], text)
 
     def leaf(self, n: int) -> doc.Leaf:
-        leaf, tensor = self.program.leaves[n], self.plan.leaves[n]
+        leaf = self.program.leaves[n]
         planned = self.program.node_of[leaf.position]
         assert planned is not None, "a leaf is never dropped"
         return doc.Leaf(
-            name=leaf_name(tensor, n),
+            name=self.leaves[n],
             node=self.ids[planned],
             kind=leaf.op.name,
             shape=leaf.spec.shape,
@@ -227,7 +228,7 @@ class _Collector:
         in_leaf = r.home is Home.LEAF
         return doc.Register(
             id=f"r{n}",
-            leaf=leaf_name(self.plan.leaves[r.index], r.index) if in_leaf else None,
+            leaf=self.leaves[r.index] if in_leaf else None,
             arena_offset=None if in_leaf else r.index,
             location=str(r.location),
             shape=r.spec.shape,
@@ -301,10 +302,5 @@ def _added(program: Program, index: int) -> str | None:
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
-    """Names told apart: the second ``pos`` becomes ``pos#2``."""
-    seen: dict[str, int] = {}
-    out = []
-    for name in names:
-        seen[name] = seen.get(name, 0) + 1
-        out.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
-    return out
+    """Names told apart by their position where one repeats, as in a plan's manifest."""
+    return [f"{name}#{n}" if name in names[:n] else name for n, name in enumerate(names)]

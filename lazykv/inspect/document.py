@@ -203,4 +203,19 @@ class Document:
 
     def to_json(self) -> str:
         """The dump as JSON text, the same bytes in every process for the same graph."""
-        return json.dumps(self.to_dict(), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+        return _pretty(self.to_dict(), "") + "\n"
+
+
+def _pretty(value: Any, pad: str) -> str:
+    """JSON with one line an entry: a node, a step, a buffer."""
+    inner = pad + " "
+    if isinstance(value, dict) and value:
+        entries = [f"{inner}{_compact(key)}: {_pretty(v, inner)}" for key, v in value.items()]
+        return "{\n" + ",\n".join(entries) + f"\n{pad}}}"
+    if isinstance(value, tuple | list) and value and isinstance(value[0], dict):
+        return "[\n" + ",\n".join(inner + _compact(v) for v in value) + f"\n{pad}]"
+    return _compact(value)
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, allow_nan=False, ensure_ascii=False)

@@ -6,6 +6,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from lazykv.inspect.document import Buffer, Check, Document, GraphNode, Node, Plan, Register, Step
 from lazykv.inspect.layers import layer_in_name, ranges, sections, starred
+from lazykv.layout import Layout
 
 Row: TypeAlias = tuple[str, ...] | str
 """Cells that are aligned with those of other rows, or a line that stands alone."""
@@ -114,20 +115,24 @@ class _PlanView:
     def operand(self, r: Register) -> str:
         """A leaf by its name where a register is all of it, else the register."""
         leaf = self.leaves.get(r.leaf or "")
-        whole = leaf is not None and r.offset == 0 and r.shape == leaf.shape
-        return r.leaf or r.id if whole else r.id
+        if leaf is None or r.offset != 0 or r.shape != leaf.shape:
+            return r.id
+        if r.strides != Layout.contiguous(leaf.shape).strides:
+            return r.id
+        return leaf.name if leaf.name.isprintable() else repr(leaf.name)
 
     def step(self, s: Step) -> Row:
         ins = ", ".join(self.operand(self.registers[r]) for r in s.inputs)
         node = self.nodes[s.node]
         if node.added == "result":
             return (str(s.index), f"return {ins}", node.spec, s.node, "")
-        said = [params(s.params)] if s.params else []
-        if node.destroys is not None:
-            said.append(f"overwrites {self.operand(self.registers[s.inputs[node.destroys]])}")
-        if s.scratch:
-            said.append(f"scratch {', '.join(s.scratch)}")
         out = self.operand(self.registers[s.output])
+        said = [params(s.params)] if params(s.params) else []
+        if node.destroys is not None:
+            dest = self.operand(self.registers[s.inputs[node.destroys]])
+            said.append("in place" if dest == out else f"in place of {dest}")
+        if s.scratch:
+            said.append(f"scratch {','.join(s.scratch)}")
         return (str(s.index), f"{out} = {s.op}({ins})", node.spec, s.node, "; ".join(said))
 
     def register(self, r: Register) -> Row:
@@ -206,7 +211,7 @@ def _node_row(n: GraphNode, *, show_place: bool) -> Row:
 
 def _value(value: Any) -> str:
     if isinstance(value, list):
-        return f"({', '.join(map(_value, value))})"
+        return f"({','.join(map(_value, value))})"
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 

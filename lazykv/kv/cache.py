@@ -1,7 +1,8 @@
 """KvCache: keys and values of every layer, written in place and rewound by length.
 
 Positions are axis 2 of every buffer (head-major). The cache names its *allocation*, not the
-conversation: truncating, resetting and writing keep `alloc_id()`, replacing storage mints a new one.
+conversation: truncating, resetting and writing keep `alloc_id()`, replacing storage mints a new
+one.
 """
 
 from collections.abc import Sequence
@@ -355,6 +356,8 @@ class KvCache:
             )
         storage = self.slot_storage(layer, slot)
         if storage is not None:
+            # As a graph's constant a read-only storage would be written as a copy, to no effect.
+            storage.check_writable()
             return storage, self._max_seq_len
         if all(known is None for known in self._layers) and 0 <= layer < len(self._layers):
             raise GraphError(

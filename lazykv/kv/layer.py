@@ -30,7 +30,8 @@ class OnDevice:
 
 
 class AuthorityState:
-    """Where the bytes of a slot are authoritative: `AuthorityState.Host()` or `.Device(location)`."""
+    """Where the bytes of a slot are authoritative: `AuthorityState.Host()` or
+    `.Device(location)`."""
 
     Host: ClassVar[type[Host]] = Host
     Device: ClassVar[type[OnDevice]] = OnDevice

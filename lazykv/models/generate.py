@@ -3,8 +3,12 @@
 from collections.abc import Iterable, Iterator
 from typing import SupportsIndex
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lazykv.errors import RangeError, ShapeError
 from lazykv.kv.cache import KvCache
+from lazykv.kv.rows import count
 from lazykv.models.model import LlamaModel
 from lazykv.models.sampling import Sampler, StopStrings
 from lazykv.sessions.context import InferenceContext
@@ -42,41 +46,40 @@ def generate(
     are checked by the call, before the first token is asked for.
     """
     tokenizer = model.tokenizer
-    ids = tokenizer.with_bos(tokenizer.encode(prompt)) if isinstance(prompt, str) else list(prompt)
-    budget = int(max_new_tokens)
-    if not ids:
+    if isinstance(prompt, str):
+        prompt = tokenizer.with_bos(tokenizer.encode(prompt))
+    ids = model.check_tokens("generate", prompt)
+    if not ids.size:
         raise ShapeError("generate: got an empty prompt, need at least one token")
-    if budget < 1:
-        raise RangeError(f"generate: got max_new_tokens {budget}, need at least 1")
+    budget = count("generate", "max_new_tokens", max_new_tokens, 1)
     sampler = Sampler(temperature, top_k, top_p, seed)
     stops = StopStrings(() if stop is None else stop)
     if cache is None:
-        limit = model.config.context_length if max_seq_len is None else int(max_seq_len)
+        limit = model.config.context_length
+        if max_seq_len is not None:
+            limit = count("generate", "max_seq_len", max_seq_len, 1)
         if len(ids) > limit:
             raise RangeError(
                 f"generate: got a prompt of {len(ids)} tokens, need <= capacity {limit}"
             )
         # The last token's row is never needed, so the budget counts one less.
         cache = model.new_cache(min(limit, len(ids) + budget - 1))
-    elif cache.max_seq_len is not None and len(cache) + len(ids) > cache.max_seq_len:
-        raise RangeError(
-            f"generate: got {len(ids)} tokens at length {len(cache)}, need <= capacity "
-            f"{cache.max_seq_len}"
-        )
+    else:
+        model.check_room("generate", cache, len(ids))
     return _stream(model, ids, budget, sampler, stops, cache, ctx)
 
 
 def _stream(
-    model: LlamaModel, ids: list[SupportsIndex] | list[int], budget: int, sampler: Sampler,
+    model: LlamaModel, ids: NDArray[np.int64], budget: int, sampler: Sampler,
     stops: StopStrings, cache: KvCache, ctx: InferenceContext | None,
 ) -> Iterator[Piece]:  # fmt: skip
     text = model.tokenizer.stream(skip_special=True)
     ends = frozenset(model.tokenizer.eos_ids)
     logits = model.prefill(ids, cache, ctx)
-    for count in range(1, budget + 1):
+    for made in range(1, budget + 1):
         token = sampler(logits)
         visible = stops.push(text.push(token))
-        reason = _finish_reason(token, ends, stops, count, budget, cache)
+        reason = _finish_reason(token, ends, stops, made, budget, cache)
         if reason is not None:
             if not stops.stopped:
                 visible += stops.push(text.finish())
@@ -88,11 +91,11 @@ def _stream(
 
 
 def _finish_reason(
-    token: int, ends: frozenset[int], stops: StopStrings, count: int, budget: int, cache: KvCache
+    token: int, ends: frozenset[int], stops: StopStrings, made: int, budget: int, cache: KvCache
 ) -> str | None:
     if token in ends or stops.stopped:
         return "stop"
-    if count == budget:
+    if made == budget:
         return "length"
     if cache.cached_len == cache.max_seq_len:
         return "capacity"

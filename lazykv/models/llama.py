@@ -92,19 +92,21 @@ def _feed_forward_block(config: LlamaConfig, layer: LayerWeights, i: int, x: Ten
 
 
 class RopeTable:
-    """Cosines and sines of every position so far asked for, computed in float64, kept in float32."""
+    """Cosines and sines of every position asked for so far, computed in f64 and kept in f32."""
 
     def __init__(self, config: LlamaConfig) -> None:
         self._inv_freq = inv_freq(config)
-        self._cos = np.empty((0, len(self._inv_freq)), np.float32)
-        self._sin = self._cos
+        none = np.empty((0, len(self._inv_freq)), np.float32)
+        # One attribute for both, so that threads sharing a model never see a pair half replaced.
+        self._tables = none, none
 
     def rows(self, start: int, n: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """cos and sin ``[n, D/2]`` for positions start..start+n."""
-        if start + n > len(self._cos):
+        cos, sin = self._tables
+        if start + n > len(cos):
             # Doubling keeps the cost per token constant on average.
-            size = max(256, 2 * len(self._cos), start + n)
+            size = max(256, 2 * len(cos), start + n)
             angles = np.arange(size, dtype=np.float64)[:, None] * self._inv_freq
-            self._cos = np.cos(angles).astype(np.float32)
-            self._sin = np.sin(angles).astype(np.float32)
-        return self._cos[start : start + n], self._sin[start : start + n]
+            cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+            self._tables = cos, sin
+        return cos[start : start + n], sin[start : start + n]

@@ -1,6 +1,5 @@
 """LlamaModel: weights, tokenizer and the held plans that decode with them."""
 
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, SupportsIndex
 
@@ -8,11 +7,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lazykv.device import DeviceLike
-from lazykv.dtypes import DTypeLike, dtype, f32
+from lazykv.dtypes import DTypeLike, f32
 from lazykv.errors import DTypeError, GraphError, ModelFormatError, RangeError, ShapeError
 from lazykv.ids import ModelInstanceId
 from lazykv.kv.cache import KvCache
 from lazykv.kv.layer import KvSlot
+from lazykv.kv.rows import whole
 from lazykv.models.config import LlamaConfig
 from lazykv.models.llama import RopeTable, StepGraph, build_step
 from lazykv.models.weights import LlamaWeights
@@ -54,8 +54,10 @@ class LlamaModel:
     def model_key(self) -> tuple[object, ...]:
         """What a held plan bakes about the model: family, instance, weights epoch, structure."""
         c = self.config
-        structure = (c.n_layers, c.hidden_size, c.intermediate_size, c.n_heads, c.n_kv_heads,
-                     c.head_dim, c.vocab_size, c.rms_eps, c.rope_interleaved, c.tied_head)  # fmt: skip
+        structure = (
+            c.n_layers, c.hidden_size, c.intermediate_size, c.n_heads, c.n_kv_heads,
+            c.head_dim, c.vocab_size, c.rms_eps, c.rope_interleaved, c.tied_head,
+        )  # fmt: skip
         return ("llama", self.instance_id, self.weights_epoch, structure)
 
     def new_cache(
@@ -65,8 +67,8 @@ class LlamaModel:
         """A cache of this model's geometry; f32 on the CPU unless told otherwise."""
         c = self.config
         return KvCache.with_capacity(
-            c.n_layers, c.n_kv_heads, c.head_dim, max_seq_len, f32 if dtype is None else _dtype(dtype),
-            "cpu" if device is None else device,
+            c.n_layers, c.n_kv_heads, c.head_dim, max_seq_len,
+            f32 if dtype is None else dtype, "cpu" if device is None else device,
         )  # fmt: skip
 
     def prefill(
@@ -78,10 +80,10 @@ class LlamaModel:
         every prompt. Raises before anything is written if the prompt is empty, holds an unknown id
         or does not fit.
         """
-        tokens = self._tokens("prefill", ids)
+        tokens = self.check_tokens("prefill", ids)
         if not tokens.size:
             raise ShapeError("prefill: got an empty prompt, need at least one token")
-        start = self._check_room("prefill", cache, tokens.size)
+        start = self.check_room("prefill", cache, tokens.size)
         done = 0
         try:
             while True:
@@ -101,8 +103,8 @@ class LlamaModel:
 
         The plan is made once and held with the cache (or in `ctx`); `cached_len` moves by one.
         """
-        tokens = self._tokens("decode_step", (token,))
-        self._check_room("decode_step", cache, 1)
+        tokens = self.check_tokens("decode_step", (token,))
+        self.check_room("decode_step", cache, 1)
         return self._run(tokens, cache, ctx)
 
     def session_for(
@@ -149,20 +151,20 @@ class LlamaModel:
         cache.cached_len = start + seq
         return logits
 
-    def _tokens(self, who: str, ids: Iterable[SupportsIndex]) -> NDArray[np.int64]:
-        if isinstance(ids, str):
-            raise DTypeError(f"{who}: got text, need token ids; use tokenizer.encode")
-        try:
-            tokens = [operator.index(i) for i in ids]
-        except TypeError:
-            raise DTypeError(f"{who}: got {ids!r}, need token ids (integers)") from None
+    def check_tokens(self, who: str, ids: Iterable[SupportsIndex]) -> NDArray[np.int64]:
+        """Token ids as i64 ``[n]``, all of them in the vocabulary."""
+        if isinstance(ids, str | bytes) or not isinstance(ids, Iterable):
+            got = "text" if isinstance(ids, str | bytes) else type(ids).__name__
+            raise DTypeError(f"{who}: got {got}, need token ids; use tokenizer.encode")
+        tokens = [whole(who, "token", i) for i in ids]
         vocab = self.config.vocab_size
         for t in tokens:
             if not 0 <= t < vocab:
                 raise RangeError(f"{who}: got token {t}, need 0 <= token < {vocab}")
         return np.asarray(tokens, np.int64)
 
-    def _check_room(self, who: str, cache: KvCache, n: int) -> int:
+    def check_room(self, who: str, cache: KvCache, n: int) -> int:
+        """The live length of a cache of this model's geometry that has room for n more rows."""
         c = self.config
         have = (cache.n_layers(), cache.n_kv_heads, cache.head_dim)
         if have != (c.n_layers, c.n_kv_heads, c.head_dim):
@@ -196,6 +198,3 @@ class LlamaModel:
 
     def __repr__(self) -> str:
         return f"LlamaModel({self.name!r}, {self.config.n_layers} layers, {self.instance_id})"
-
-
-_dtype = dtype

@@ -62,9 +62,9 @@ class Tokenizer:
             raise DTypeError(f"Tokenizer.encode: got {type(text).__name__}, need str")
         try:
             return list(self._pipeline.encode(text, add_special_tokens=False).ids)
-        except UnicodeEncodeError as error:
+        except TypeError as error:  # a str that has no UTF-8 form
             raise DTypeError(
-                f"Tokenizer.encode: got a lone surrogate at {error.start}, need Unicode characters"
+                "Tokenizer.encode: got a lone surrogate, need Unicode characters"
             ) from error
 
     def with_bos(self, ids: Sequence[int]) -> list[int]:

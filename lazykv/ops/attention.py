@@ -122,7 +122,7 @@ class Attention(Op):
 
     def body(self, xp: Any, *ins: Any) -> Any:
         q, k, v = ins[:3]
-        length = ins[-1] if self.has_length else self.length
+        length: Any = ins[-1] if self.has_length else self.length
         live = k.shape[2] if length is None else self.check_live(int(length), ins)
         batch, heads, queries, dim = q.shape
         groups = heads // k.shape[1]

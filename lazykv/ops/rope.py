@@ -8,7 +8,7 @@ from lazykv.ops.elementwise import Add, Mul, Sub
 from lazykv.ops.move import Concat
 from lazykv.ops.op import Op, need_arity, need_float, need_same_dtype
 from lazykv.ops.views import BroadcastTo, Reshape, Slice
-from lazykv.spec import Spec
+from lazykv.spec import Shape, Spec
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Rope(Op):
         need_same_dtype(self.name, *ins)
         if x.rank < 2 or x.shape[-1] % 2:
             raise ShapeError(f"{self.name}: got {x}, need [..., S, D] with an even D")
-        want = [(x.shape[-2], x.shape[-1] // 2)]
+        want: list[Shape] = [(x.shape[-2], x.shape[-1] // 2)]
         if x.rank == 4:
             want.append((x.shape[0], *want[0]))
         if cos.shape not in want or sin.shape != cos.shape:

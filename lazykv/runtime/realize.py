@@ -62,9 +62,10 @@ def realize(
 
     Every bound, binding and shape is checked before the first kernel runs. Results are fresh.
     """
-    if not isinstance(targets, Tensor) and not _targets(targets):
+    wanted = targets if isinstance(targets, Tensor) else _targets(targets)
+    if isinstance(wanted, list) and not wanted:
         return []
-    return plan(targets, bindings, device).run(env=env)
+    return plan(wanted, bindings, device).run(env=env)
 
 
 def run_effects(

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lazykv.device import DeviceLike, device
+from lazykv.device import Device, DeviceLike
+from lazykv.device import device as find_device
 from lazykv.errors import BindingError, GraphError
 from lazykv.graph import Tensor
 from lazykv.runtime.realize import realize
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 class InferenceContext:
     """Storages that outlive a pass, keyed by the node they are bound to, on one device."""
 
-    def __init__(self, device_: DeviceLike = "cpu") -> None:
-        self.device = device(device_)
+    def __init__(self, device: DeviceLike = "cpu") -> None:
+        self.device: Device = find_device(device)
         self._storages: dict[int, Storage] = {}
         self._session: DecodeSession | None = None
 

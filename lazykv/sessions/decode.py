@@ -12,7 +12,7 @@ import numpy as np
 
 from lazykv.compiler.manifest import Manifest
 from lazykv.compiler.plan import Plan, check_input
-from lazykv.device import HostArray, device, generation, host_array
+from lazykv.device import DeviceLocation, HostArray, device, generation, host_array
 from lazykv.dtypes import to_raw
 from lazykv.errors import BindingError, GraphError, SessionBusy
 from lazykv.graph import Tensor
@@ -89,7 +89,8 @@ class DecodeSession:
                 raise GraphError(f"DecodeSession.build: got {t!r} for {name!r}, need a placeholder")
             if t in bindings:
                 raise BindingError(
-                    f"DecodeSession.build: got {name!r} bound both per step and to a storage, need one"
+                    f"DecodeSession.build: got {name!r} bound both per step and to a storage, need "
+                    "one of them"
                 )
         plan = make_plan(target, bindings, ctx.device)
         for t in bound.values():
@@ -114,7 +115,7 @@ class DecodeSession:
             plan.set_symbols(env)
             arrays = []
             for feed in self._feeds:
-                array = data.get(feed.name)
+                array: Any = data.get(feed.name)
                 if (
                     type(array) is not feed.plain
                     or array.dtype != feed.dtype
@@ -146,7 +147,7 @@ class DecodeSession:
         now = kv_facts(kv, seq, model_key)
         for name in self.manifest.baked:
             if name.startswith("generation:"):
-                now[name] = generation(device(name.partition(":")[2]).location)
+                now[name] = generation(DeviceLocation(name.partition(":")[2]))
         return self.manifest.differences(now)
 
     def validity_for(self, kv: Any, *, seq: int = 1, model_key: tuple[object, ...]) -> PlanValidity:
@@ -178,7 +179,7 @@ class _Feed:
         self.shape = tensor.shape
         self.dtype = tensor.dtype.numpy
         # Raw-bit dtypes need a view of the array first: the exact-type shortcut must not match.
-        self.plain: type = _Never if tensor.dtype.is_bits else np.ndarray
+        self.plain: type[Any] = _Never if tensor.dtype.is_bits else np.ndarray
 
     def check(self, value: object) -> HostArray:
         if value is None:
@@ -199,7 +200,8 @@ def _kv_bindings(kv: Any, kv_nodes: KvNodes) -> dict[Tensor, Storage]:
     count = layers() if callable(layers) else layers
     if count is not None and count > len(kv_nodes):
         raise GraphError(
-            f"DecodeSession.build: got {count} layers in kv and {len(kv_nodes)} kv_nodes, need as many"
+            f"DecodeSession.build: got {count} layers in kv and {len(kv_nodes)} kv_nodes, need as "
+            "many"
         )
     out: dict[Tensor, Storage] = {}
     for layer, pair in enumerate(kv_nodes):

@@ -1,15 +1,17 @@
 """Random graphs against the functional oracle: results and the final bytes of storages.
 
 LAZYKV_RANDOM_GRAPHS sets how many graphs run. A failure prints the seed of its graph, and
-``LAZYKV_RANDOM_SEED=<seed> pytest tests/compiler/test_random_graphs.py -k replay`` builds it again.
+``LAZYKV_RANDOM_SEED=<seed> pytest tests/compiler/test_random_graphs.py`` runs that one alone.
 """
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import pytest
 from oracle import evaluate, landed, needed, start_of
+from toy_backends import Toy, registered
 
 import lazykv as lk
 from lazykv.compiler import effects, ordering, program
@@ -18,6 +20,8 @@ from lazykv.errors import RangeError
 from lazykv.runtime.plan_cache import plan_cache
 
 GRAPHS = int(os.environ.get("LAZYKV_RANDOM_GRAPHS", "400"))
+FAILED = os.environ.get("LAZYKV_RANDOM_SEED")
+SEEDS = range(GRAPHS) if FAILED is None else [int(FAILED)]
 DTYPES = ("i32", "f32", "f16", "bf16", "u8")
 
 
@@ -31,6 +35,7 @@ class Builder:
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
         self.dtype = lk.dtype(self.pick(DTYPES))
+        self.places = self.pick((("cpu",), ("cpu",), ("cpu", "toy:0", "toy:1")))
         self.g = lk.Graph()
         self.bindings: dict[lk.Tensor, Any] = {}
         self.env: dict[lk.Sym, int] = {}
@@ -56,18 +61,21 @@ class Builder:
         extents = (1, 2, 3, 4, 4, 6, 8) if self.rng.random() < 0.95 else (0, 1, 2)
         return tuple(self.pick(extents) for _ in range(self.pick((0, 1, 1, 2, 2, 3))))
 
+    def place(self) -> str:
+        return self.pick(self.places)
+
     def leaf(self, shape: tuple[int, ...] | None = None) -> lk.Tensor:
         shape = self.shape() if shape is None else shape
         kind = self.below(6)
         if kind == 0:
             return self.g.const(self.array(shape))
         if kind == 1:
-            return self.g.const(lk.Storage.from_array(self.array(shape)))
+            return self.g.const(lk.Storage.from_array(self.array(shape), self.place()))
         if kind == 2:
-            return self.g.alloc(shape, self.dtype).zero_fill()
+            return self.g.alloc(shape, self.dtype, self.place()).zero_fill()
         t = self.g.placeholder(shape, self.dtype)
         data = self.array(shape)
-        self.bindings[t] = data if kind == 3 else lk.Storage.from_array(data)
+        self.bindings[t] = data if kind == 3 else lk.Storage.from_array(data, self.place())
         return t
 
     def number(self, high: int) -> lk.Tensor:
@@ -188,7 +196,7 @@ class Builder:
         if kind == 2:
             return t.contiguous()
         if kind == 3:
-            return t.to("cpu")
+            return t.to(self.place())
         if kind == 4 and t.shape and t.shape[0]:
             ids = self.rng.integers(0, t.shape[0], self.pick(((), (2,), (1, 2))))
             return t.take(self.g.const(ids))
@@ -241,19 +249,19 @@ def in_bounds(b: Builder, env: dict[lk.Sym, int]) -> bool:
     return True
 
 
+def run_all(seeds: Iterable[int]) -> None:
+    with registered(Toy()):
+        for seed in seeds:
+            try:
+                run_and_compare(seed)
+            except BaseException as e:
+                e.add_note(f"LAZYKV_RANDOM_SEED={seed}")
+                raise
+
+
 @pytest.mark.parametrize("part", range(8))
 def test_random_graphs_equal_the_oracle(part: int) -> None:
-    for seed in range(part, GRAPHS, 8):
-        try:
-            run_and_compare(seed)
-        except BaseException as e:
-            e.add_note(f"LAZYKV_RANDOM_SEED={seed}")
-            raise
-
-
-@pytest.mark.skipif("LAZYKV_RANDOM_SEED" not in os.environ, reason="replays one failing graph")
-def test_replay() -> None:
-    run_and_compare(int(os.environ["LAZYKV_RANDOM_SEED"]))
+    run_all(SEEDS[part::8])
 
 
 # The suite has teeth: a compiler with one part broken is caught.
@@ -305,7 +313,6 @@ def test_a_broken_compiler_is_found(
     plan_cache.clear()
     try:
         with pytest.raises(Mismatch):
-            for seed in range(100):
-                run_and_compare(seed)
+            run_all(range(100))
     finally:
         plan_cache.clear()

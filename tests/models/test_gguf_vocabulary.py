@@ -1,5 +1,7 @@
 """Tokenizers rebuilt from GGUF metadata."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -122,7 +124,8 @@ def spm(pieces, *, with_bytes=True, **changes):
         **{
             "tokenizer.ggml.tokens": tokens,
             "tokenizer.ggml.token_type": [2, 3, 3] + [6] * len(fallback) + [1] * len(pieces),
-            "tokenizer.ggml.scores": [0.0] * (3 + len(fallback)) + [-float(i) for i in range(len(pieces))],
+            "tokenizer.ggml.scores": [0.0] * (3 + len(fallback))
+            + [-float(i) for i in range(len(pieces))],
             "tokenizer.ggml.add_space_prefix": True,
             **changes,
         }
@@ -136,7 +139,7 @@ def plain_sentencepiece(text, pieces):
     while True:
         joins = [
             (rank[left + right], -len(left), place)
-            for place, (left, right) in enumerate(zip(parts, parts[1:], strict=False))
+            for place, (left, right) in enumerate(pairwise(parts))
             if left + right in rank and left in rank and right in rank
         ]
         if not joins:
@@ -181,6 +184,8 @@ def test_sentencepiece_controls_and_byte_tokens_are_never_spelled():
     tokenizer = read(spm(["<", "s", ">", "s>", "0", "x", "1", "A", MARK]))
     assert tokenizer.encode("<s>") == [1]
     assert texts(tokenizer, "<0x1A>") == [MARK, *"<0x1A>"]
+    tokenizer = read(spm(["<0xC3><0xA9>", MARK]))
+    assert texts(tokenizer, "é") == [MARK, "<0xC3>", "<0xA9>"]
 
 
 def test_sentencepiece_unknown_characters_without_byte_tokens():
@@ -206,7 +211,6 @@ def test_no_vocabulary():
         (bpe(**{"tokenizer.ggml.tokens": [1, 2]}), "tokens = list"),
         (bpe(**{"tokenizer.ggml.token_type": [1]}), "1 token types"),
         (bpe(**{"tokenizer.ggml.bos_token_id": 9999}), "end token 9999"),
-        (bpe(control=("",)), "empty control token"),
         (spm(["a"], **{"tokenizer.ggml.scores": [0.0]}), "1 scores"),
         (spm(["a", "b"], **{"tokenizer.ggml.scores": [np.nan] * 261}), "finite"),
         (spm(["a" * 600]), "600 characters"),

@@ -28,7 +28,7 @@ def test_stream_joins_up_to_decode_sentencepiece(ids, skip):
 def test_stream_joins_up_to_decode_byte_level(smollm2):
     tokenizer, source = smollm2.tokenizer, random.Random(5)
     # Mostly single bytes and marks, so that broken UTF-8 is common.
-    few = [id_ for id_ in range(17, 500)] + [0, 1, 2]
+    few = [*range(17, 500), 0, 1, 2]
     for _ in range(500):
         ids = source.choices(few, k=source.randrange(12)) + source.choices(range(49152), k=2)
         for skip in (False, True):

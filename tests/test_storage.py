@@ -1,0 +1,370 @@
+import array
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import lazykv as lk
+from lazykv.errors import (
+    BackendUnavailable,
+    BindingError,
+    DTypeError,
+    OutOfMemory,
+    ShapeError,
+    StorageLockError,
+    StorageTornError,
+)
+from lazykv.storage import acquire_all, as_host_bytes, release_all
+
+
+def storage(n: int = 4) -> lk.Storage:
+    return lk.Storage.from_array(np.arange(n, dtype=np.float32))
+
+
+def run_threads(*functions: Callable[[], None], timeout: float = 20) -> None:
+    """Run functions at once; what one of them raises is raised here."""
+    failures: list[BaseException] = []
+
+    def guarded(f: Callable[[], None]) -> None:
+        try:
+            f()
+        except BaseException as e:
+            failures.append(e)
+
+    threads = [threading.Thread(target=guarded, args=(f,), daemon=True) for f in functions]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(timeout)
+    assert not any(t.is_alive() for t in threads), "a thread hangs"
+    if failures:
+        raise failures[0]
+
+
+# Identity and versions
+
+
+def test_ST1_ids_are_never_reused() -> None:
+    ids = set()
+    for _ in range(1000):
+        ids.add(int(storage(1).id))
+    assert len(ids) == 1000
+    assert 0 not in ids
+
+
+def test_identity_equality_and_repr() -> None:
+    a, b = storage(), storage()
+    assert a != b
+    assert len({a, b, a}) == 2
+    assert bool(lk.Storage.from_array(np.zeros(0)))
+    assert repr(a) == f"Storage(id={a.id}, f32[4] on cpu)"
+    assert (a.nbytes, a.shape, a.dtype, str(a.location), len(a)) == (16, (4,), lk.f32, "cpu", 4)
+    with pytest.raises(ShapeError, match="rank-0"):
+        len(lk.Storage.from_array(np.float32(1)))
+
+
+def test_from_array_copies_and_to_numpy_is_fresh() -> None:
+    data = np.arange(6, dtype=np.int32).reshape(2, 3).T
+    store = lk.Storage.from_array(data)
+    data[:] = -1
+    first = store.to_numpy()
+    first[:] = 9
+    assert store.to_numpy().tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3), (1,)])
+def test_odd_shapes_go_in_and_out(shape: tuple[int, ...]) -> None:
+    data = np.ones(shape, ml_dtypes.bfloat16)
+    out = lk.Storage.from_array(data).to_numpy()
+    assert out.shape == shape
+    assert out.dtype == data.dtype
+
+
+def test_allocate_is_aligned_and_checked() -> None:
+    store = lk.Storage.allocate((3, 5), "bf16")
+    with store.read() as raw:
+        assert raw.ctypes.data % 64 == 0
+        assert raw.dtype == np.uint16
+    with pytest.raises(ShapeError, match="extent -1"):
+        lk.Storage.allocate((-1,), "f32")
+    with pytest.raises(ShapeError, match="2\\*\\*63"):
+        lk.Storage.allocate((2**40, 2**40), "f32")
+    with pytest.raises(OutOfMemory, match=str(2**62)) as e:
+        lk.Storage.allocate((2**62,), "u8")
+    assert isinstance(e.value, MemoryError)
+    with pytest.raises(BackendUnavailable, match="cuda"):
+        lk.Storage.allocate((1,), "u8", "cuda:7")
+
+
+def test_the_version_moves_with_every_completed_write() -> None:
+    store = storage()
+    with store.read():
+        pass
+    assert store.version == 0
+    for n in range(3):
+        with store.write() as a:
+            a[0] = n
+    assert store.version == 3
+    with pytest.raises(RuntimeError, match="midway"), store.write():
+        raise RuntimeError("midway")
+    assert store.version == 3
+
+
+# Torn and frozen
+
+
+def fail_midway(store: lk.Storage) -> None:
+    with store.write() as a:
+        a[0] = 7
+        raise KeyboardInterrupt
+
+
+def test_ST1_a_torn_storage_refuses_reads_until_rewritten() -> None:
+    store = storage()
+    with pytest.raises(KeyboardInterrupt):
+        fail_midway(store)
+    assert "torn" in repr(store)
+    with pytest.raises(StorageTornError, match="rewritten whole"):
+        store.to_numpy()
+    g = lk.Graph()
+    p = g.placeholder((4,), "f32")
+    with pytest.raises(StorageTornError):
+        lk.realize(p + 1, {p: store})
+    with store.write() as a:
+        a[...] = 1
+    assert store.to_numpy().tolist() == [1, 1, 1, 1]
+    assert lk.realize(p + 1, {p: store}).tolist() == [2, 2, 2, 2]
+
+
+def test_a_failed_reader_wedges_nobody() -> None:
+    store = storage()
+    with pytest.raises(ValueError, match="reader"), store.read():
+        raise ValueError("reader")
+    with store.write() as a:
+        a[0] = 5
+    assert store.to_numpy()[0] == 5
+
+
+def test_frozen_storage_is_read_without_a_lock_and_never_written() -> None:
+    data = np.arange(3.0)
+    data.flags.writeable = False
+    store = lk.Storage.wrap(data)
+    assert "frozen" in repr(store)
+    with pytest.raises(BindingError, match="read-only"), store.write():
+        pass
+    g = lk.Graph()
+    p = g.placeholder((3,), "f64")
+    with pytest.raises(BindingError, match="read-only"):
+        lk.realize(p.zero_fill(), {p: store})
+    assert store.to_numpy().tolist() == [0, 1, 2]
+    assert store.version == 0
+
+
+# Locks
+
+
+def test_P2_upgrade_is_a_named_error_and_not_a_deadlock() -> None:
+    store = storage()
+
+    def upgrade() -> None:
+        own_read = pytest.raises(StorageLockError, match="inside this thread's own read")
+        with store.read(), own_read, store.write():
+            pass
+        own_write = pytest.raises(StorageLockError, match="own write")
+        with store.write(), own_write, store.write():
+            pass
+
+    run_threads(upgrade, timeout=1)
+    assert not store.torn
+    with store.write() as a:
+        a[0] = 1
+
+
+def test_reads_nest_also_inside_the_own_write() -> None:
+    store = storage()
+    with store.read(), store.read():
+        pass
+    with store.write() as a:
+        a[0] = 8
+        assert store.to_numpy()[0] == 8
+    with store.write():
+        pass
+
+
+def test_P2_a_plan_that_writes_what_its_thread_reads_is_refused() -> None:
+    store = storage()
+    g = lk.Graph()
+    p = g.placeholder((4,), "f32")
+    with store.read(), pytest.raises(StorageLockError):
+        lk.realize(p.zero_fill(), {p: store})
+    assert store.to_numpy().tolist() == [0, 1, 2, 3]
+
+
+def test_many_readers_at_once() -> None:
+    store, inside = storage(), threading.Barrier(4)
+
+    def read() -> None:
+        with store.read():
+            inside.wait(timeout=5)
+
+    run_threads(*[read] * 4)
+
+
+def test_P3_a_writer_is_not_starved_and_readers_see_whole_writes() -> None:
+    store = lk.Storage.from_array(np.zeros(4096, np.int64))
+    stop = threading.Event()
+    waits: list[float] = []
+
+    def read() -> None:
+        while not stop.is_set():
+            with store.read() as a:
+                assert a.min() == a.max(), "half a write was seen"
+
+    def write() -> None:
+        try:
+            for n in range(1, 20):
+                start = time.perf_counter()
+                with store.write() as a:
+                    waits.append(time.perf_counter() - start)
+                    a[:2048] = n
+                    a[2048:] = n
+        finally:
+            stop.set()
+
+    run_threads(read, read, read, read, write)
+    assert len(waits) == 19
+    assert max(waits) < 1
+
+
+def test_a_reader_that_nests_is_not_blocked_by_a_waiting_writer() -> None:
+    store, reading = storage(), threading.Event()
+
+    def read() -> None:
+        with store.read():
+            reading.set()
+            while not store.lock.gate.locked():
+                time.sleep(0.001)
+            with store.read():
+                pass
+
+    def write() -> None:
+        reading.wait(5)
+        with store.write() as a:
+            a[0] = 1
+
+    run_threads(read, write)
+
+
+def test_writers_exclude_each_other() -> None:
+    store = lk.Storage.from_array(np.zeros(1, np.int64))
+
+    def add() -> None:
+        for _ in range(300):
+            with store.write() as a:
+                value = int(a[0])
+                time.sleep(0)
+                a[0] = value + 1
+
+    run_threads(add, add, add)
+    assert store.to_numpy()[0] == 900
+    assert store.version == 900
+
+
+def test_acquire_all_takes_all_or_none() -> None:
+    a, b = storage(), storage()
+    b.torn = True
+    with pytest.raises(StorageTornError):
+        acquire_all([(a, True), (b, False)])
+    b.torn = False
+    claims = [(a, True), (b, False)]
+    acquire_all(claims)
+    assert a.lock.gate.locked()
+    release_all(claims)
+    with a.write(), b.write():
+        pass
+
+
+# Interchange
+
+
+def test_ST6_wrap_shares_memory_and_keeps_the_exporter() -> None:
+    data = np.arange(4, dtype=np.float32)
+    store = lk.Storage.wrap(data)
+    with store.write() as a:
+        a[0] = 9
+    assert data[0] == 9
+    assert store.exporter is data
+    buffer = bytearray(4)
+    with lk.Storage.wrap(buffer).write() as a:
+        a[...] = 255
+    assert buffer == b"\xff" * 4
+    assert lk.Storage.wrap(array.array("i", [1, 2])).to_numpy().tolist() == [1, 2]
+
+
+def test_ST6_read_only_imports_are_frozen() -> None:
+    assert lk.Storage.wrap(b"ab").frozen
+    assert lk.Storage.wrap(memoryview(b"ab")).frozen
+    assert lk.Storage.wrap(np.frombuffer(b"ab", np.uint8)).frozen
+
+
+def test_wrap_refuses_what_it_would_have_to_copy() -> None:
+    with pytest.raises(ShapeError, match="C-contiguous"):
+        lk.Storage.wrap(np.zeros((2, 3)).T)
+    with pytest.raises(ShapeError, match="byte order"):
+        lk.Storage.wrap(np.zeros(2, ">f4"))
+    with pytest.raises(DTypeError):
+        lk.Storage.wrap(np.zeros(2, np.uint16))
+
+
+class Exporter:
+    """A DLPack producer that NumPy does not know."""
+
+    def __init__(self, data: object) -> None:
+        self.data = data
+
+    def __dlpack__(self, **options: object) -> object:
+        return self.data.__dlpack__(**options)  # type: ignore[attr-defined]
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.data.__dlpack_device__()  # type: ignore[attr-defined,no-any-return]
+
+
+def test_ST6_dlpack_goes_both_ways_without_a_copy() -> None:
+    source = np.arange(3, dtype=np.float64)
+    store = lk.Storage.wrap(Exporter(source))
+    back = np.from_dlpack(store)
+    assert np.shares_memory(back, source)
+    assert store.__dlpack_device__() == source.__dlpack_device__()
+    assert lk.Graph().const(Exporter(source)).dtype is lk.f64
+    read_only = source.copy()
+    read_only.flags.writeable = False
+    assert lk.Storage.wrap(Exporter(read_only)).frozen
+    assert not np.from_dlpack(lk.Storage.wrap(read_only)).flags.writeable
+
+
+def test_ST6_numpy_and_buffers_see_the_same_memory() -> None:
+    store = lk.Storage.from_array(np.ones((2, 2), ml_dtypes.bfloat16))
+    seen = np.asarray(store)
+    assert seen.dtype == ml_dtypes.bfloat16
+    assert np.shares_memory(seen, store.array)
+    assert not np.shares_memory(np.array(store), store.array)
+    if sys.version_info >= (3, 12):
+        assert memoryview(storage(2)).nbytes == 8
+
+
+def test_bytes_like_input_is_flattened() -> None:
+    strided = np.arange(6, dtype=np.int16).reshape(2, 3).T
+    assert as_host_bytes("t", b"ab").tolist() == [97, 98]
+    assert as_host_bytes("t", memoryview(bytearray(6))[::2]).tolist() == [0, 0, 0]
+    assert as_host_bytes("t", strided).tobytes() == np.ascontiguousarray(strided).tobytes()
+
+
+def test_ragged_and_textual_data_is_refused() -> None:
+    with pytest.raises(ShapeError, match="rectangular"):
+        lk.Storage.from_array([[1, 2], [3]])
+    with pytest.raises(DTypeError):
+        lk.Storage.from_array("abc")
