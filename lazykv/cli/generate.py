@@ -77,7 +77,7 @@ def _generate(args: argparse.Namespace) -> int:
     StopStrings(args.stop or ())
     prompt = _prompt(args.prompt)
     with _loading() as progress:
-        model = load(args.model, progress=progress)
+        model = load(args.model, progress=progress, notify=_notify)
     text = model.chat_prompt([{"role": "user", "content": prompt}]) if args.chat else prompt
     run = _Run(model, model.tokenizer.with_bos(model.tokenizer.encode(text)), args)
     for piece in run.pieces():
@@ -102,6 +102,10 @@ def _prompt(argument: str) -> str:
     if not text:
         raise UsageError("PROMPT: got no text, need some")
     return text
+
+
+def _notify(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager

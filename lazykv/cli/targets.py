@@ -3,23 +3,21 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
 from lazykv.cli.arguments import count, dtype_name, location_name
 from lazykv.cli.exits import UsageError
 from lazykv.dtypes import dtype
-from lazykv.errors import EnvironmentMissing
 from lazykv.graph import Tensor
 from lazykv.inspect import Document, describe
 from lazykv.kv.cache import KvCache
 from lazykv.kv.layer import KvSlot
 from lazykv.kv.rows import write_graph
+from lazykv.models import open_checkpoint
 from lazykv.models.config import LlamaConfig
 from lazykv.models.llama import build_step
-from lazykv.models.weights import LayerWeights, LlamaWeights, frozen
-from lazykv.storage import Storage
+from lazykv.models.weights import untouched_weights
 
 HELP = (
     "write-bytes (one eager write into a cache), append (one step's rows into every layer), "
@@ -100,7 +98,7 @@ def _write(args: argparse.Namespace, n_layers: int, slots: Sequence[KvSlot]) -> 
 
 
 def _decode(config: LlamaConfig, args: argparse.Namespace) -> Tensor:
-    weights, kv_dtype = _zero_weights(config), dtype(args.dtype)
+    weights, kv_dtype = untouched_weights(config), dtype(args.dtype)
     step = build_step(
         config, weights, seq=args.seq, capacity=args.max_seq_len, kv_dtype=kv_dtype
     )  # fmt: skip
@@ -123,30 +121,4 @@ def _config_of(args: argparse.Namespace, model: str) -> LlamaConfig:
             "--layers, --heads, --head-dim: got a size with decode:MODEL, need none; the model "
             "has its own"
         )
-    # Late, because the file readers come with the optional `models` extra.
-    try:
-        from lazykv.models.fetch import locate_model  # noqa: PLC0415
-        from lazykv.models.gguf_file import read_gguf  # noqa: PLC0415
-        from lazykv.models.safetensors_folder import read_folder  # noqa: PLC0415
-    except ModuleNotFoundError as e:
-        raise EnvironmentMissing(
-            f"decode:MODEL: got no module {e.name!r}, need it; pip install 'lazykv[models]'"
-        ) from e
-    path: Path = locate_model(model)
-    return (read_folder(path) if path.is_dir() else read_gguf(path)).config
-
-
-def _zero_weights(c: LlamaConfig) -> LlamaWeights:
-    """Weights of the right shapes. Zeroed memory that nobody touches costs no pages, so that even
-    a large model's graph can be shown."""
-    hidden, inner, queries = c.hidden_size, c.intermediate_size, c.n_heads * c.head_dim
-    projected = queries + 2 * c.n_kv_heads * c.head_dim
-    shapes = ((hidden,), (hidden, projected), (queries, hidden), (hidden,), (hidden, 2 * inner),
-              (inner, hidden))  # fmt: skip
-    layers = tuple(LayerWeights(*map(_zeros, shapes)) for _ in range(c.n_layers))
-    embedding = None if c.tied_head else _zeros((c.vocab_size, hidden))
-    return LlamaWeights(embedding, _zeros((hidden, c.vocab_size)), _zeros((hidden,)), layers)
-
-
-def _zeros(shape: tuple[int, ...]) -> Storage:
-    return frozen(np.zeros(shape, np.float32))
+    return open_checkpoint(model).config

@@ -145,8 +145,8 @@ class Plan:
 
     @property
     def structure(self) -> str:
-        """A digest of the structural key, equal in every process."""
-        return hashlib.sha256(repr(self.program.key).encode()).hexdigest()[:16]
+        """A digest of the structural key, equal in every process (so without its generations)."""
+        return hashlib.sha256(repr(self.program.key[:-1]).encode()).hexdigest()[:16]
 
     def describe(self) -> str:
         """A few lines for people; `lazykv plan` prints more."""

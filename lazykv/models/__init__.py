@@ -1,22 +1,28 @@
 """Model files, their graphs, and text generation."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lazykv.errors import EnvironmentMissing
 from lazykv.models.generate import Piece, generate
 from lazykv.models.model import LlamaModel
 from lazykv.models.weights import Progress, load_weights
 
-__all__ = ["LlamaModel", "Piece", "generate", "load"]
+if TYPE_CHECKING:
+    from lazykv.models.checkpoint import Checkpoint
+
+__all__ = ["LlamaModel", "Piece", "generate", "load", "open_checkpoint"]
 
 
-def load(path_or_name: str | Path, *, progress: Progress | None = None) -> LlamaModel:
-    """Load a Llama-type model: a GGUF file, a folder with config.json and safetensors, or a known
-    name (``"smollm2"``, fetched once into the user cache folder).
+Notify = Callable[[str], None]
+"""Called with a line of text when something slow begins, such as a download."""
 
-    `progress` is called with (tensors loaded, tensors in all). Raises `ModelFormatError` for an
-    unknown name or a file that is corrupt or unsupported, `EnvironmentMissing` if the `models`
-    extra, the network or a writable cache folder is missing.
+
+def open_checkpoint(path_or_name: str | Path, notify: Notify | None = None) -> "Checkpoint":
+    """Find and check a model file; its header is read, its weights are not.
+
+    Raises like `load`.
     """
     # Late, because the file readers come with the optional `models` extra.
     try:
@@ -27,8 +33,22 @@ def load(path_or_name: str | Path, *, progress: Progress | None = None) -> Llama
         raise EnvironmentMissing(
             f"models.load: got no module {e.name!r}, need it; pip install 'lazykv[models]'"
         ) from e
-    path = locate_model(path_or_name)
-    checkpoint = read_folder(path) if path.is_dir() else read_gguf(path)
+    path = locate_model(path_or_name, notify)
+    return read_folder(path) if path.is_dir() else read_gguf(path)
+
+
+def load(
+    path_or_name: str | Path, *, progress: Progress | None = None, notify: Notify | None = None
+) -> LlamaModel:
+    """Load a Llama-type model: a GGUF file, a folder with config.json and safetensors, or a known
+    name (``"smollm2"``, fetched once into the user cache folder).
+
+    `progress` is called with (tensors loaded, tensors in all), `notify` with a line of text when a
+    download begins. Raises `ModelFormatError` for an unknown name or a file that is corrupt or
+    unsupported, `EnvironmentMissing` if the `models` extra, the network or a writable cache folder
+    is missing.
+    """
+    checkpoint = open_checkpoint(path_or_name, notify)
     return LlamaModel(
         checkpoint.config,
         load_weights(checkpoint, progress),

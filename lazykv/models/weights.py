@@ -97,24 +97,34 @@ def frozen(array: NDArray[np.float32]) -> Storage:
     return Storage.wrap(array)
 
 
+def made_weights(
+    config: LlamaConfig, make: Callable[[tuple[int, ...]], NDArray[np.float32]]
+) -> LlamaWeights:
+    """Weights of a configuration's shapes without a file; `make` gets each shape in turn."""
+    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, keys = config.n_heads * dim, config.n_kv_heads * dim
+    shapes = ((hidden,), (hidden, queries + 2 * keys), (queries, hidden), (hidden,),
+              (hidden, 2 * inner), (inner, hidden))  # fmt: skip
+    layers = tuple(
+        LayerWeights(*(frozen(make(shape)) for shape in shapes)) for _ in range(config.n_layers)
+    )
+    embedding = None if config.tied_head else frozen(make((config.vocab_size, hidden)))
+    head, norm = frozen(make((hidden, config.vocab_size))), frozen(make((hidden,)))
+    return LlamaWeights(embedding, head, norm, layers)
+
+
 def random_weights(config: LlamaConfig, seed: int, scale: float = 0.05) -> LlamaWeights:
-    """Small random weights of the right shapes, for tests and dumps of models without a file."""
+    """Small random matrices and unit gains."""
     rng = np.random.default_rng(seed)
 
-    def matrix(*shape: int) -> Storage:
-        return frozen(rng.standard_normal(shape, dtype=np.float32) * np.float32(scale))
+    def make(shape: tuple[int, ...]) -> NDArray[np.float32]:
+        if len(shape) == 1:
+            return np.ones(shape, np.float32)
+        return rng.standard_normal(shape, dtype=np.float32) * np.float32(scale)
 
-    def ones(n: int) -> Storage:
-        return frozen(np.ones(n, np.float32))
+    return made_weights(config, make)
 
-    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
-    layers = tuple(
-        LayerWeights(
-            ones(hidden), matrix(hidden, (config.n_heads + 2 * config.n_kv_heads) * dim),
-            matrix(config.n_heads * dim, hidden), ones(hidden),
-            matrix(hidden, 2 * inner), matrix(inner, hidden),
-        )
-        for _ in range(config.n_layers)
-    )  # fmt: skip
-    embedding = None if config.tied_head else matrix(config.vocab_size, hidden)
-    return LlamaWeights(embedding, matrix(hidden, config.vocab_size), ones(hidden), layers)
+
+def untouched_weights(config: LlamaConfig) -> LlamaWeights:
+    """Zeroed memory that costs no pages until it is used: for graphs that are only looked at."""
+    return made_weights(config, lambda shape: np.zeros(shape, np.float32))
