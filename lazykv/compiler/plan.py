@@ -2,20 +2,16 @@
 
 import hashlib
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from lazykv import counters
-from lazykv.compiler.ir import Output
 from lazykv.compiler.manifest import Manifest
-from lazykv.compiler.program import Home, Program, ProgramStep, Register
+from lazykv.compiler.program import Home, Program, ProgramStep
+from lazykv.compiler.registers import Registers
 from lazykv.device import (
-    Array,
-    Backend,
-    Call,
     HostArray,
     Step,
     device,
@@ -28,6 +24,7 @@ from lazykv.errors import (
     BindingError,
     KernelError,
     LazyKvError,
+    OutOfMemory,
     RangeError,
     SessionBusy,
     SymbolError,
@@ -35,28 +32,12 @@ from lazykv.errors import (
 )
 from lazykv.graph import Tensor
 from lazykv.ids import PlanId, next_plan_id
-from lazykv.layout import Layout
 from lazykv.ops.sources import Alloc, Placeholder
 from lazykv.spec import Spec
 from lazykv.storage import Claim, Storage, acquire_all, release_all
-from lazykv.symbols import EnvLike, ScalarSlot, Sym, SymEnv, as_int
+from lazykv.symbols import EnvLike, Sym, SymEnv, as_int
 
 Bindings: TypeAlias = Mapping[Tensor, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _Moving:
-    """A register whose view moves with a symbol: made anew each time it is used."""
-
-    backend: Backend
-    buffer: Array
-    register: Register
-
-    def view(self, scalars: list[int]) -> Array:
-        layout = self.register.layout
-        assert isinstance(layout.offset, ScalarSlot), "only symbolic offsets move"
-        at = Layout(scalars[layout.offset.index], layout.shape, layout.strides)
-        return self.backend.view(self.buffer, self.register.spec.dtype, at)
 
 
 class Plan:
@@ -81,20 +62,14 @@ class Plan:
         self._storages: list[Storage | None] = [None] * len(self.leaves)
         self._inputs: dict[int, Storage] = {}
         self._refills: dict[int, HostArray] = {}
-        self._scalars = [0] * len(program.scalars)
         self._values = [0] * len(self.symbols)
-        self._results: list[Any] = [None] * len(program.results)
         self.running = threading.Lock()
-        self._arrays: list[Any] = [None] * len(program.registers)
-        self._step_calls: list[tuple[Step, ...]] = [()] * len(program.steps)
+        self._registers = Registers(program)
         self._calls: list[Step] = []
         self._claims: tuple[Claim, ...] = ()
         self._stale = set(range(len(self.leaves)))
         self._epoch = registry.epoch
         self._generations = {place: generation(place) for place in program.locations}
-        self._arenas = {
-            place: Storage.allocate((size,), "u8", place) for place, size in program.arenas.items()
-        }
         self._bytes_moved = sum(_moved(program, s) for s in program.steps)
         for n, t in enumerate(self.leaves):
             if t.data is not None:
@@ -103,7 +78,6 @@ class Plan:
                 self._storages[n] = (kept or {}).get(t) or Storage.allocate(
                     t.shape, t.dtype, t.op.location
                 )
-        self._fill_fixed_registers()
 
     # What a plan is
 
@@ -219,52 +193,39 @@ class Plan:
             self._stale.add(n)
         return self._inputs[n]
 
-    def _fill_fixed_registers(self) -> None:
-        """Registers that lie in arenas never move."""
-        for n, r in enumerate(self.program.registers):
-            if r.home is Home.ARENA:
-                buffer = self._arenas.get(r.location)
-                backend = device(r.location).backend
-                raw = (
-                    buffer.array[r.index :]
-                    if buffer is not None
-                    else backend.allocate(0, r.location)
-                )
-                raw = (
-                    raw[: r.spec.nbytes] if r.layout.is_contiguous and r.layout.offset == 0 else raw
-                )
-                self._arrays[n] = self._operand(backend, _typed(raw, r), r)
-
-    def _operand(self, backend: Backend, buffer: Array, r: Register) -> Any:
-        if isinstance(r.layout.offset, ScalarSlot):
-            return _Moving(backend, buffer, r)
-        return backend.view(buffer, r.spec.dtype, r.layout)
-
     def resolve(self) -> None:
         """Make the calls for leaves whose storage changed; everything is checked first."""
-        if not self._stale:
-            return
-        self._check_bindings()
-        for n, r in enumerate(self.program.registers):
-            if r.home is Home.LEAF and r.index in self._stale:
-                store = self._storages[r.index]
-                assert store is not None, "checked above"
-                self._arrays[n] = self._operand(device(r.location).backend, store.array, r)
-        registers = self.program.registers
-        first = not self._calls
-        for n, step in enumerate(self.program.steps):
-            used = (*step.inputs, step.output)
-            if first or any(
-                registers[i].home is Home.LEAF and registers[i].index in self._stale for i in used
-            ):
-                self._step_calls[n] = tuple(self._emit(step))
-        self._calls = [call for calls in self._step_calls for call in calls]
+        if self._stale:
+            self._check_bindings(self._storages)
+            staged = self._registers.stage(self._storages, self._stale)
+            self._calls = self._registers.commit(staged)
+            self._claims = self._make_claims()
+            self._stale.clear()
+
+    def rebind(self, storages: Mapping[Tensor, Storage]) -> None:
+        """Bind other storages to placeholders, all of them or none.
+
+        Raises `BindingError` like `bind`, with everything as it was.
+        """
+        changed = {
+            n: value
+            for n, value in ((self._position[t], s) for t, s in storages.items())
+            if self.check_binding(n, value) is value and self._storages[n] is not value
+        }
+        after = [changed.get(n, store) for n, store in enumerate(self._storages)]
+        self._check_bindings(after)
+        staged = self._registers.stage(after, {*changed, *self._stale})
+        for n in changed:
+            self._inputs.pop(n, None)
+            self._refills.pop(n, None)
+        self._storages = after
+        self._calls = self._registers.commit(staged)
         self._claims = self._make_claims()
         self._stale.clear()
 
-    def _check_bindings(self) -> None:
+    def _check_bindings(self, storages: Sequence[Storage | None]) -> None:
         users: dict[int, list[int]] = {}
-        for n, store in enumerate(self._storages):
+        for n, store in enumerate(storages):
             name = leaf_name(self.leaves[n], n)
             if store is None:
                 raise BindingError(
@@ -292,28 +253,6 @@ class Plan:
     def _is_private(self, store: Storage) -> bool:
         return any(store is s for s in self._inputs.values())
 
-    def _emit(self, step: ProgramStep) -> Iterable[Step]:
-        """The calls of one step, with arrays in place of registers."""
-        registers = self.program.registers
-        operands = tuple(self._arrays[i] for i in step.inputs)
-        if isinstance(step.op, Output):
-            backend = device(registers[step.output].location).backend
-            return [(self._hand_over, (step.op.position, backend, operands[0]))]
-        out = self._arrays[step.output]
-        scratch = tuple(self._arrays[i] for i in step.scratch)
-        specs = tuple(registers[i].spec for i in step.inputs)
-        call = Call(
-            step.op, operands, out, specs, registers[step.output].spec, scratch, self._scalars
-        )
-        assert step.kernel is not None, "only results have no kernel"
-        if any(isinstance(a, _Moving) for a in (*operands, out)):
-            return [(_run_moving, (step.kernel, call))]
-        return step.kernel.emit(call)
-
-    def _hand_over(self, position: int, backend: Backend, operand: Any) -> None:
-        array = operand.view(self._scalars) if isinstance(operand, _Moving) else operand
-        self._results[position] = backend.copy_out(array)
-
     # Running
 
     def run(self, bindings: Bindings | None = None, env: EnvLike = None) -> Any:
@@ -337,7 +276,7 @@ class Plan:
     def set_symbols(self, env: EnvLike) -> None:
         """Take symbol values and check every condition on them; nothing has run yet."""
         given: Any = env._values if isinstance(env, SymEnv) else env or {}
-        values, scalars = self._values, self._scalars
+        values, scalars = self._values, self._registers.scalars
         for n, sym in enumerate(self.symbols):
             if sym not in given:
                 raise SymbolError(f"symbol {sym.name!r}: got no value, need one in env")
@@ -385,12 +324,11 @@ class Plan:
             release_all(claims)
         self.runs += 1
         counters.add(kernels_run=len(self.program.steps), bytes_moved=self._bytes_moved)
-        results = [
+        results = self._registers.take_results()
+        return [
             to_logical(array, spec.dtype)
-            for array, spec in zip(self._results, self.program.results, strict=True)
+            for array, spec in zip(results, self.program.results, strict=True)
         ]
-        self._results[:] = [None] * len(results)
-        return results
 
     def check_topology(self) -> None:
         """Refuse to run against another backend than the one planned for."""
@@ -406,7 +344,7 @@ class Plan:
         """The error to raise: storages written so far are accounted for, the node is named."""
         left = calls.__length_hint__()  # type: ignore[attr-defined]
         index = len(self._calls) - left - 1
-        step_at = [n for n, cs in enumerate(self._step_calls) for _ in cs][index]
+        step_at = self._registers.step_of_call(index)
         step = self.program.steps[step_at]
         refused = isinstance(e, LazyKvError)
         for n, done in enumerate(self.program.steps[: step_at + 1]):
@@ -421,32 +359,16 @@ class Plan:
                 store.torn = True
         specs = ", ".join(str(self.program.registers[i].spec) for i in step.inputs)
         label = f"{step.op.name}[{step.node}] of ({specs})"
-        self._results[:] = [None] * len(self._results)
+        self._registers.take_results()
         if refused or not isinstance(e, Exception):
             e.add_note(f"in {label}, step {step_at} of plan {self.id}")
             return e
-        return KernelError(
-            f"{label}: got {type(e).__name__}: {e} in step {step_at}, need it to run"
-        )
+        kind = OutOfMemory if isinstance(e, MemoryError) else KernelError
+        return kind(f"{label}: got {type(e).__name__}: {e} in step {step_at}, need it to run")
 
 
 def _out_of_bounds(who: str, what: str, value: int, low: int, high: int) -> LazyKvError:
     return RangeError(f"{who}: got {what} = {value}, need {low} <= value <= {high}")
-
-
-def _run_moving(kernel: Any, call: Call) -> None:
-    """Run a kernel some of whose operands move with a symbol: resolve them, then its calls."""
-    at = [a.view(call.scalars) if isinstance(a, _Moving) else a for a in (*call.ins, call.out)]
-    now = Call(
-        call.op, tuple(at[:-1]), at[-1], call.in_specs, call.out_spec, call.scratch, call.scalars
-    )
-    for f, args in kernel.emit(now):
-        f(*args)
-
-
-def _typed(raw: Array, r: Register) -> Array:
-    """A byte buffer cut to whole elements, so that it can be viewed as the register's dtype."""
-    return raw[: len(raw) - len(raw) % r.spec.dtype.itemsize]
 
 
 def _moved(program: Program, step: ProgramStep) -> int:

@@ -114,6 +114,8 @@ class StopStrings:
     """
 
     def __init__(self, stops: Iterable[str] = ()) -> None:
+        if not isinstance(stops, Iterable):
+            raise DTypeError(f"StopStrings: got {type(stops).__name__}, need str or several")
         self._stops = (stops,) if isinstance(stops, str) else tuple(stops)
         for stop in self._stops:
             if not isinstance(stop, str):
