@@ -136,10 +136,12 @@ class Backend(ABC):
         """The kernel for an op on these operands, or None if this backend has none."""
 
 
-_BUILTIN = {"cpu": "lazykv.backends.cpu:CpuBackend"}
+_BUILTIN = {
+    "cpu": "lazykv.backends.cpu:CpuBackend",
+    "sim": "lazykv.backends.sim:SimBackend",
+}
 _HINTS = {
     "cuda": "install CuPy with: pip install 'lazykv[cuda13]' (or 'lazykv[cuda12]')",
-    "sim": "this build has no simulated backend",
 }
 _ENTRY_POINTS = "lazykv.backends"
 
