@@ -47,9 +47,21 @@ from lazykv.graph import Graph, Tensor, attention, concat, where
 from lazykv.ids import KvAllocId, ModelInstanceId
 from lazykv.kv.cache import KvCache
 from lazykv.kv.layer import AuthorityState, KvLayer, KvSlot
+from lazykv.kv.layer_cache import KVCacheConfig, KVSpan, LayerKvCache
 from lazykv.runtime.realize import plan, realize
 from lazykv.sessions.context import InferenceContext
-from lazykv.sessions.decode import DecodeSession, PlanValidity
+from lazykv.sessions.decode import DecodeSession
+from lazykv.sessions.rebind import (
+    KvRebindSource,
+    MissingSlot,
+    RebindRefusal,
+    ResidencyDiffers,
+    ResidencyUnknown,
+    SessionDisposition,
+    StorageDiffers,
+    StorageTorn,
+)
+from lazykv.sessions.validity import PlanValidity
 from lazykv.storage import Storage
 from lazykv.symbols import Sym, SymEnv
 

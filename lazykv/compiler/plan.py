@@ -183,6 +183,13 @@ class Plan:
         with store.write() as dest:
             device(store.location).backend.copy_in(dest, value)
 
+    def storage_of(self, tensor: Tensor) -> Storage:
+        """The storage bound to a leaf now; BindingError if it has none or is not of this plan."""
+        store = self._storages[self._position[tensor]] if tensor in self._position else None
+        if store is None:
+            raise BindingError(f"plan {self.id}: got {tensor!r}, need a bound leaf of the plan")
+        return store
+
     def input_storage(self, n: int) -> Storage:
         """The plan's own buffer for a placeholder that takes arrays."""
         leaf = self.program.leaves[n]
@@ -207,11 +214,10 @@ class Plan:
 
         Raises `BindingError` like `bind`, with everything as it was.
         """
-        changed = {
-            n: value
-            for n, value in ((self._position[t], s) for t, s in storages.items())
-            if self.check_binding(n, value) is value and self._storages[n] is not value
-        }
+        asked = {self._position[t]: s for t, s in storages.items() if t in self._position}
+        for n, store in asked.items():
+            self.check_binding(n, store)
+        changed = {n: s for n, s in asked.items() if self._storages[n] is not s}
         after = [changed.get(n, store) for n, store in enumerate(self._storages)]
         self._check_bindings(after)
         staged = self._registers.stage(after, {*changed, *self._stale})

@@ -27,6 +27,14 @@ MAX_CHUNK = 256
 intermediates stay in the caches."""
 
 
+_STRUCTURE = (
+    "n_layers", "hidden_size", "intermediate_size", "n_heads", "n_kv_heads", "head_dim",
+    "vocab_size", "rms_eps", "rope_interleaved", "tied_head",
+)  # fmt: skip
+"""Fields of the configuration that shape the graph. Rotary frequencies are not among them: they
+reach it as bound tables."""
+
+
 class LlamaModel:
     """A loaded Llama-type model. Weights are shared by every cache and session of this object."""
 
@@ -40,6 +48,7 @@ class LlamaModel:
         self.chat_template = chat_template
         self.instance_id = ModelInstanceId()
         self.weights_epoch = 0
+        self._key: tuple[object, ...] | None = None
         self._tokenizer = tokenizer
         self._rope = RopeTable(config)
         self._ctx = InferenceContext("cpu")
@@ -53,12 +62,10 @@ class LlamaModel:
     @property
     def model_key(self) -> tuple[object, ...]:
         """What a held plan bakes about the model: family, instance, weights epoch, structure."""
-        c = self.config
-        structure = (
-            c.n_layers, c.hidden_size, c.intermediate_size, c.n_heads, c.n_kv_heads,
-            c.head_dim, c.vocab_size, c.rms_eps, c.rope_interleaved, c.tied_head,
-        )  # fmt: skip
-        return ("llama", self.instance_id, self.weights_epoch, structure)
+        if self._key is None or self._key[2] != self.weights_epoch:
+            structure = tuple(getattr(self.config, name) for name in _STRUCTURE)
+            self._key = ("llama", self.instance_id, self.weights_epoch, structure)
+        return self._key
 
     def new_cache(
         self, max_seq_len: SupportsIndex, dtype: DTypeLike | None = None,
@@ -111,14 +118,19 @@ class LlamaModel:
         self, cache: KvCache, seq: int = 1, ctx: InferenceContext | None = None
     ) -> DecodeSession:
         """The held session for steps of `seq` tokens, planned anew if the held one is not valid."""
-        # A context carries one session, the single-token one; prefill plans stay with the cache.
-        shared = ctx is not None and seq == 1
         slot = ("llama", self.instance_id, seq)
-        held = ctx.take_decode_session() if shared and ctx is not None else cache.held.get(slot)
-        if held is None or not held.is_valid_for(cache, seq=seq, model_key=self.model_key):
-            held = self._plan(cache, seq, ctx)
-        if shared and ctx is not None:
-            ctx.put_decode_session(held)
+        # A context carries one session, the single-token one; prefill plans stay with the cache.
+        shared = ctx if seq == 1 else None
+        if shared is not None:
+            shared.refresh(cache, seq=seq, model_key=self.model_key)
+            held = shared.take_decode_session()
+        else:
+            held = cache.held.get(slot)
+            if held is not None and not held.is_valid_for(cache, seq=seq, model_key=self.model_key):
+                held = None
+        held = held or self._plan(cache, seq, ctx)
+        if shared is not None:
+            shared.put_decode_session(held)
         else:
             cache.held[slot] = held
         return held

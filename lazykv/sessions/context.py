@@ -8,6 +8,15 @@ from lazykv.device import device as find_device
 from lazykv.errors import BindingError, GraphError
 from lazykv.graph import Tensor
 from lazykv.runtime.realize import realize
+from lazykv.sessions.rebind import (
+    Absent,
+    Dropped,
+    Kept,
+    KvRebindSource,
+    Rebound,
+    SessionDisposition,
+)
+from lazykv.sessions.validity import PlanValidity
 from lazykv.storage import Storage
 from lazykv.symbols import EnvLike
 
@@ -80,6 +89,29 @@ class InferenceContext:
 
     def has_decode_session(self) -> bool:
         return self._session is not None
+
+    def refresh(
+        self, kv: KvRebindSource, *, seq: int = 1, model_key: tuple[object, ...]
+    ) -> SessionDisposition:
+        """Decide, at the top of a step, what becomes of the held session.
+
+        `Absent`: none is held. `Kept`: it is valid. `Rebound`: only the allocation differed, and it
+        now runs on this one. `Dropped`: it is gone, with the refusal or the differences.
+        """
+        session = self._session
+        if session is None:
+            return Absent()
+        validity = session.validity_for(kv, seq=seq, model_key=model_key)
+        if validity is PlanValidity.Valid:
+            return Kept()
+        different = session.differences(kv, seq=seq, model_key=model_key)
+        refusal = None
+        if validity is PlanValidity.AllocationChanged:
+            refusal = session.rebind_kv(kv)
+            if refusal is None:
+                return Rebound()
+        self._session = None
+        return Dropped(refusal, different)
 
 
 def _node_id(node: Tensor | int) -> int:

@@ -4,15 +4,14 @@ The session is welded to the storages of one cache allocation. Per token only th
 rope tables, ...) and the symbols change; the plan, its registers and its kernels stay.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
-from enum import Enum
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from lazykv.compiler.manifest import Manifest
 from lazykv.compiler.plan import Plan, check_input
-from lazykv.device import DeviceLocation, HostArray, device, generation, host_array
+from lazykv.device import HostArray, device, host_array
 from lazykv.dtypes import to_raw
 from lazykv.errors import BindingError, GraphError, SessionBusy
 from lazykv.graph import Tensor
@@ -20,38 +19,16 @@ from lazykv.ids import KvAllocId
 from lazykv.ops.sources import Placeholder
 from lazykv.runtime.realize import plan as make_plan
 from lazykv.sessions.context import InferenceContext
+from lazykv.sessions.rebind import Baked, KvRebindSource, RebindRefusal, find_refusal
+from lazykv.sessions.validity import PlanValidity, SessionKey
 from lazykv.storage import Storage
 from lazykv.symbols import EnvLike
 
-KvNodes = Sequence[tuple[Tensor, Tensor]]
+KvNodes: TypeAlias = Sequence[tuple[Tensor, Tensor] | None]
+"""Placeholders of slot 0 and 1 per layer; None where this process has no such layer."""
 
-
-class PlanValidity(Enum):
-    """Whether a held plan may run for a cache.
-
-    `AllocationChanged`: the storages are the only difference, so re-binding can help. `Stale`:
-    something else that the plan baked differs.
-    """
-
-    Valid = "valid"
-    AllocationChanged = "allocation changed"
-    Stale = "stale"
-
-
-def kv_facts(kv: Any, seq: int, model_key: tuple[object, ...]) -> dict[str, object]:
-    """What a plan bakes about its cache and its model, read from the cache itself."""
-    layers = getattr(kv, "n_layers", None)
-    dtype = getattr(kv, "dtype", None)
-    return {
-        "seq": seq,
-        "model_key": tuple(model_key),
-        "kv.layers": layers() if callable(layers) else layers,
-        "kv.capacity": getattr(kv, "max_seq_len", None),
-        "kv.heads": getattr(kv, "n_kv_heads", None),
-        "kv.head_dim": getattr(kv, "head_dim", None),
-        "kv.dtype": None if dtype is None else str(dtype),
-        "kv.alloc_id": int(kv.alloc_id()),
-    }
+HISTORY = 64
+"""Events a session remembers; older ones are dropped."""
 
 
 class DecodeSession:
@@ -62,19 +39,21 @@ class DecodeSession:
     """
 
     def __init__(
-        self, plan: Plan, manifest: Manifest, kv_nodes: KvNodes, bound: Mapping[str, Tensor],
+        self, plan: Plan, key: SessionKey, kv_nodes: KvNodes, bound: Mapping[str, Tensor],
         alloc_id: KvAllocId,
     ) -> None:  # fmt: skip
         self.plan = plan
-        self.manifest = manifest
-        self.kv_nodes = tuple(tuple(pair) for pair in kv_nodes)
+        self.kv_nodes = tuple(pair if pair is None else tuple(pair) for pair in kv_nodes)
         self.realize_count = 0
+        self.rebind_count = 0
+        self.history: deque[tuple[object, ...]] = deque([("built", alloc_id)], maxlen=HISTORY)
+        self._key = key
         self._alloc_id = alloc_id
         self._feeds = [_Feed(name, plan, t) for name, t in bound.items() if t in plan.leaves]
 
     @classmethod
     def build(
-        cls, ctx: InferenceContext, target: Tensor, *, kv: Any, kv_nodes: KvNodes,
+        cls, ctx: InferenceContext, target: Tensor, *, kv: KvRebindSource, kv_nodes: KvNodes,
         bound: Mapping[str, Tensor], seq: int = 1, model_key: tuple[object, ...] = (),
     ) -> "DecodeSession":  # fmt: skip
         """Plan `target` for a cache.
@@ -82,8 +61,8 @@ class DecodeSession:
         `kv_nodes` are the placeholders of slot 0 and 1 per layer, `bound` the placeholders whose
         data comes with every step. Any other placeholder must have a storage in `ctx`.
         """
-        bindings: dict[Tensor, Storage] = dict(ctx.bindings_for([target]))
-        bindings.update(_kv_bindings(kv, kv_nodes))
+        from_ctx = ctx.bindings_for([target])
+        bindings: dict[Tensor, Storage] = {**from_ctx, **_kv_bindings(kv, kv_nodes)}
         for name, t in bound.items():
             if not isinstance(t, Tensor) or not isinstance(t.op, Placeholder):
                 raise GraphError(f"DecodeSession.build: got {t!r} for {name!r}, need a placeholder")
@@ -97,8 +76,10 @@ class DecodeSession:
             if t in plan.leaves:
                 plan.input_storage(plan.leaves.index(t))
         plan.resolve()
-        manifest = plan.manifest.with_baked(kv_facts(kv, seq, model_key))
-        return cls(plan, manifest, kv_nodes, bound, kv.alloc_id())
+        owned = {t for pair in kv_nodes if pair is not None for t in pair}
+        lent = [t for t in from_ctx if t not in owned and t in plan.leaves]
+        key = SessionKey(plan, ctx, lent, kv, seq, model_key)
+        return cls(plan, key, kv_nodes, bound, kv.alloc_id())
 
     def step(self, data: Mapping[str, Any], env: EnvLike = None) -> HostArray:
         """Run the plan for new data and symbol values; returns a fresh array.
@@ -131,6 +112,8 @@ class DecodeSession:
         self.realize_count += 1
         return results[0] if plan.single else results  # type: ignore[return-value]
 
+    # Reuse
+
     @property
     def alloc_id(self) -> KvAllocId:
         """The cache allocation whose storages are baked into the plan."""
@@ -140,27 +123,58 @@ class DecodeSession:
     def node_count(self) -> int:
         return self.plan.node_count
 
+    @property
+    def manifest(self) -> Any:
+        """Everything baked into this session, and what is bound."""
+        return self.plan.manifest.with_baked(self._key.baked)
+
     def differences(
-        self, kv: Any, *, seq: int = 1, model_key: tuple[object, ...]
+        self, kv: KvRebindSource, *, seq: int = 1, model_key: tuple[object, ...]
     ) -> dict[str, tuple[object, object]]:
         """Every baked fact that differs from what a cache and model would bake now."""
-        now = kv_facts(kv, seq, model_key)
-        for name in self.manifest.baked:
-            if name.startswith("generation:"):
-                now[name] = generation(DeviceLocation(name.partition(":")[2]))
-        return self.manifest.differences(now)
+        return self._key.differences(kv, seq, model_key)
 
-    def validity_for(self, kv: Any, *, seq: int = 1, model_key: tuple[object, ...]) -> PlanValidity:
+    def validity_for(
+        self, kv: KvRebindSource, *, seq: int = 1, model_key: tuple[object, ...]
+    ) -> PlanValidity:
         """Whether this plan may run for a cache: a comparison of what is baked, nothing else."""
-        different = self.differences(kv, seq=seq, model_key=model_key)
-        if not different:
-            return PlanValidity.Valid
-        if set(different) == {"kv.alloc_id"}:
-            return PlanValidity.AllocationChanged
-        return PlanValidity.Stale
+        return self._key.validity(kv, seq, model_key)
 
-    def is_valid_for(self, kv: Any, *, seq: int = 1, model_key: tuple[object, ...]) -> bool:
-        return self.validity_for(kv, seq=seq, model_key=model_key) is PlanValidity.Valid
+    def is_valid_for(
+        self, kv: KvRebindSource, *, seq: int = 1, model_key: tuple[object, ...]
+    ) -> bool:
+        return self._key.validity(kv, seq, model_key) is PlanValidity.Valid
+
+    def rebind_kv(self, source: KvRebindSource) -> RebindRefusal | None:
+        """Weld the plan to another allocation of the same kind; None, or the reason why not.
+
+        Every slot is checked against the storage baked now, and all of them change or none.
+        Raises `SessionBusy` while a step runs and `TopologyChanged` if a backend was replaced.
+        """
+        plan = self.plan
+        if not plan.running.acquire(blocking=False):
+            raise SessionBusy(
+                f"session of plan {plan.id}: got a rebind while a step runs, need one owner"
+            )
+        try:
+            plan.check_topology()
+            refusal = find_refusal(self._baked(), source)
+            incoming = source.alloc_id()
+            if refusal is not None:
+                self.history.append(("refused", self._alloc_id, incoming, refusal))
+                return refusal
+            plan.rebind(_kv_bindings(source, self.kv_nodes))  # type: ignore[arg-type]
+        finally:
+            plan.running.release()
+        self.history.append(("rebound", self._alloc_id, incoming))
+        self._key.rebound(incoming)
+        self._alloc_id = incoming
+        self.rebind_count += 1
+        return None
+
+    def _baked(self) -> Baked:
+        at = self.plan.storage_of
+        return tuple(None if pair is None else (at(pair[0]), at(pair[1])) for pair in self.kv_nodes)
 
     def __repr__(self) -> str:
         return f"DecodeSession(plan {self.plan.id}, {self.realize_count} steps)"
@@ -195,7 +209,7 @@ class _Never:
     """The type of no array."""
 
 
-def _kv_bindings(kv: Any, kv_nodes: KvNodes) -> dict[Tensor, Storage]:
+def _kv_bindings(kv: KvRebindSource, kv_nodes: KvNodes) -> dict[Tensor, Storage]:
     layers = getattr(kv, "n_layers", None)
     count = layers() if callable(layers) else layers
     if count is not None and count > len(kv_nodes):
@@ -205,7 +219,7 @@ def _kv_bindings(kv: Any, kv_nodes: KvNodes) -> dict[Tensor, Storage]:
         )
     out: dict[Tensor, Storage] = {}
     for layer, pair in enumerate(kv_nodes):
-        for which, node in enumerate(pair):
+        for which, node in enumerate(pair or ()):
             storage = kv.rebind_slot(layer, which)
             if storage is None:
                 raise BindingError(

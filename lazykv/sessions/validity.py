@@ -1,0 +1,119 @@
+"""When a held plan may run again: everything it baked, compared with what would be baked now."""
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from lazykv.compiler.manifest import Manifest, same
+from lazykv.compiler.plan import Plan, leaf_name
+from lazykv.device import DeviceLocation, generation, registry
+from lazykv.errors import GraphError
+from lazykv.graph import Tensor
+from lazykv.ids import KvAllocId
+
+if TYPE_CHECKING:
+    from lazykv.sessions.context import InferenceContext
+
+
+class PlanValidity(Enum):
+    """Whether a held plan may run for a cache.
+
+    `AllocationChanged`: the storages are the only difference, so re-binding can help. `Stale`:
+    something else that the plan baked differs.
+    """
+
+    Valid = "valid"
+    AllocationChanged = "allocation changed"
+    Stale = "stale"
+
+
+ALLOCATION = "kv.alloc_id"
+_GENERATION = "generation:"
+
+
+def kv_facts(kv: Any) -> dict[str, object]:
+    """What a plan bakes about its cache, read from the cache: its own `plan_facts()` where it has
+    them (so that a new kind of cache names its own), else the geometry any cache shows."""
+    own = getattr(kv, "plan_facts", None)
+    if own is not None:
+        facts: dict[str, object] = own()
+    else:
+        layers, dtype = getattr(kv, "n_layers", None), getattr(kv, "dtype", None)
+        facts = {
+            "layers": layers() if callable(layers) else layers,
+            "capacity": getattr(kv, "max_seq_len", None),
+            "heads": getattr(kv, "n_kv_heads", None),
+            "head_dim": getattr(kv, "head_dim", None),
+            "dtype": None if dtype is None else str(dtype),
+        }
+    return {
+        **{f"kv.{name}": value for name, value in facts.items()},
+        ALLOCATION: int(kv.alloc_id()),
+    }
+
+
+class SessionKey:
+    """The baked facts of one session, each with the way to read its present value.
+
+    Every name in `baked` is compared, and a fact that a cache names now and did not name then (or
+    the reverse) differs too: what is baked cannot be forgotten here.
+    """
+
+    def __init__(
+        self, plan: Plan, ctx: "InferenceContext", lent: Sequence[Tensor], kv: Any, seq: int,
+        model_key: tuple[object, ...],
+    ) -> None:  # fmt: skip
+        if not isinstance(model_key, tuple):
+            raise GraphError(f"model_key: got {type(model_key).__name__}, need a tuple of values")
+        self._readers: dict[str, Callable[[], object]] = {}
+        for name in plan.manifest.baked:
+            if name.startswith(_GENERATION):
+                place = DeviceLocation(name.removeprefix(_GENERATION))
+                self._readers[name] = lambda place=place: generation(place)  # type: ignore[misc]
+        for t in lent:
+            name = f"ctx:{leaf_name(t, plan.leaves.index(t))}#{t.node_id}"
+            self._readers[name] = lambda t=t: _id_of(ctx.get(t))  # type: ignore[misc]
+        self._kv = kv_facts(kv)
+        self._rest = {name: read() for name, read in self._readers.items()}
+        self._rest |= {"seq": seq, "model_key": model_key}
+        self._epoch = registry.epoch
+        self._lent = bool(lent)
+
+    @property
+    def baked(self) -> dict[str, object]:
+        return {**self._kv, **self._rest}
+
+    def rebound(self, alloc_id: KvAllocId) -> None:
+        self._kv[ALLOCATION] = int(alloc_id)
+
+    def differences(
+        self, kv: Any, seq: int, model_key: tuple[object, ...]
+    ) -> dict[str, tuple[object, object]]:
+        """Facts that differ, as (baked, now)."""
+        now = {name: read() for name, read in self._readers.items()}
+        now |= {"seq": seq, "model_key": model_key, **kv_facts(kv)}
+        then = Manifest(self.baked)
+        gone = {name: (value, None) for name, value in then.baked.items() if name not in now}
+        return {**gone, **then.differences(now)}
+
+    def validity(self, kv: Any, seq: int, model_key: tuple[object, ...]) -> PlanValidity:
+        # The token path: nothing but the cache can have changed, and dicts compare in one call.
+        if (
+            registry.epoch == self._epoch
+            and not self._lent
+            and type(seq) is int
+            and seq == self._rest["seq"]
+            and (model_key is self._rest["model_key"] or same(model_key, self._rest["model_key"]))
+            and kv_facts(kv) == self._kv
+        ):
+            return PlanValidity.Valid
+        different = self.differences(kv, seq, model_key)
+        if not different:
+            return PlanValidity.Valid
+        if set(different) == {ALLOCATION}:
+            return PlanValidity.AllocationChanged
+        return PlanValidity.Stale
+
+
+def _id_of(storage: Any) -> int | None:
+    return None if storage is None else int(storage.id)
