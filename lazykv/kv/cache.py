@@ -5,15 +5,16 @@ conversation: truncating, resetting and writing keep `alloc_id()`, replacing sto
 one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
 from lazykv.device import CPU, Device, DeviceLike, DeviceLocation, HostArray, device
 from lazykv.dtypes import DType, DTypeLike, dtype, to_logical
 from lazykv.errors import BindingError, DTypeError, GraphError, RangeError, ShapeError
-from lazykv.graph import Graph
-from lazykv.ids import KvAllocId, next_alloc_id
+from lazykv.graph import Graph, Tensor
+from lazykv.kv.base import RowCache
+from lazykv.kv.batch import as_index, grown, reorder_rows, replace_storages, selected
 from lazykv.kv.layer import KvLayer, KvSlot
 from lazykv.kv.rows import as_rows, as_slot, check_rows, count, whole, write_rows
 from lazykv.runtime.realize import allocate
@@ -29,25 +30,23 @@ class _OpenStep:
     layers: set[int] = field(default_factory=set)
 
 
-class KvCache:
+class KvCache(RowCache):
     """The key/value cache of a model; made by `with_capacity` or `with_dims`.
 
     Fields: `layers` (a tuple; None where a layer has no storage), `cached_len` (the live length),
-    `n_kv_heads`, `head_dim`, `max_seq_len` (the capacity, or None), `dtype` (or None until known).
+    `n_kv_heads`, `head_dim`, `batch` (sequences, all of one length), `max_seq_len` (the capacity,
+    or None), `dtype` (or None until known).
     """
 
-    def __init__(self, n_layers: int, n_kv_heads: int, head_dim: int) -> None:
+    def __init__(self, n_layers: int, n_kv_heads: int, head_dim: int, batch: int = 1) -> None:
+        super().__init__(n_layers)
         self._layers: list[KvLayer | None] = [None] * n_layers
         self._n_kv_heads = n_kv_heads
         self._head_dim = head_dim
+        self._batch = batch
         self._max_seq_len: int | None = None
         self._dtype: DType | None = None
-        self._location: DeviceLocation | None = None
-        self._cached_len = 0
-        self._alloc_id = next_alloc_id()
         self._step: _OpenStep | None = None
-        # Plans that models hold for this cache, so that they live and die with it.
-        self.held: dict[object, Any] = {}
 
     # Construction
 
@@ -65,29 +64,30 @@ class KvCache:
     @classmethod
     def with_capacity(
         cls, n_layers: SupportsIndex, n_kv_heads: SupportsIndex, head_dim: SupportsIndex,
-        max_seq_len: SupportsIndex, dtype: DTypeLike, device: DeviceLike = "cpu",
+        max_seq_len: SupportsIndex, dtype: DTypeLike,
+        device: DeviceLike | Sequence[DeviceLike | None] = "cpu", batch: SupportsIndex = 1,
     ) -> "KvCache":  # fmt: skip
         """A cache with all memory up front: K and V of every layer are one zeroed
-        ``[1, n_kv_heads, max_seq_len, head_dim]`` buffer, `footprint` bytes in total.
+        ``[batch, n_kv_heads, max_seq_len, head_dim]`` buffer, `footprint` bytes in total.
 
-        Raises `OutOfMemory` or `BackendUnavailable` before anything of the cache exists.
+        `device` is one location, or one per layer (None: this process has no such layer). Raises
+        `OutOfMemory` or `BackendUnavailable` before anything of the cache exists.
         """
-        who = "KvCache.with_capacity"
-        layers, heads, dim, capacity = _counts(
-            who,
-            n_layers=n_layers,
-            n_kv_heads=n_kv_heads,
-            head_dim=head_dim,
-            max_seq_len=max_seq_len,
-        )
-        dt, where = _dtype(dtype), _device(device)
-        shape = (1, heads, capacity, dim)
+        layers, heads, dim, capacity, sequences = _counts(
+            "KvCache.with_capacity", n_layers=n_layers, n_kv_heads=n_kv_heads, head_dim=head_dim,
+            max_seq_len=max_seq_len, batch=batch,
+        )  # fmt: skip
+        dt, places = _dtype(dtype), _places("KvCache.with_capacity", device, layers)
+        shape = (sequences, heads, capacity, dim)
         graph = Graph()
-        fills = [graph.alloc(shape, dt, where).zero_fill() for _ in range(2 * layers)]
-        slots = allocate(fills)
-        cache = cls(layers, heads, dim)
-        cache._layers = [KvLayer(k, v) for k, v in zip(slots[::2], slots[1::2], strict=True)]
-        cache._max_seq_len, cache._dtype, cache._location = capacity, dt, where.location
+        fills = [
+            graph.alloc(shape, dt, place).zero_fill()
+            for place in places if place is not None for _ in KvSlot
+        ]  # fmt: skip
+        slots = iter(allocate(fills))
+        cache = cls(layers, heads, dim, sequences)
+        cache._layers = [None if p is None else KvLayer(next(slots), next(slots)) for p in places]
+        cache._max_seq_len, cache._dtype, cache._locations = capacity, dt, places
         return cache
 
     @staticmethod
@@ -122,38 +122,18 @@ class KvCache:
         return self._head_dim
 
     @property
+    def batch(self) -> int:
+        return self._batch
+
+    @property
     def max_seq_len(self) -> int | None:
         return self._max_seq_len
+
+    capacity = max_seq_len
 
     @property
     def dtype(self) -> DType | None:
         return self._dtype
-
-    @property
-    def cached_len(self) -> int:
-        """Live rows. May be assigned within capacity by callers who write through their own plans;
-        that drops an open step."""
-        return self._cached_len
-
-    @cached_len.setter
-    def cached_len(self, n: SupportsIndex) -> None:
-        rows = count("KvCache.cached_len", "length", n)
-        if self._max_seq_len is not None and rows > self._max_seq_len:
-            raise RangeError(
-                f"KvCache.cached_len: got {rows}, need 0 <= length <= capacity {self._max_seq_len}"
-            )
-        # Rows of an open step stand at the old length: they cannot become part of the new one.
-        self._step = None
-        self._cached_len = rows
-
-    def __len__(self) -> int:
-        return self._cached_len
-
-    def __bool__(self) -> bool:
-        return True
-
-    def n_layers(self) -> int:
-        return len(self._layers)
 
     def layer(self, index: SupportsIndex) -> KvLayer | None:
         """The layer, or None if it has no storage or the index is out of range."""
@@ -173,37 +153,28 @@ class KvCache:
         if found is not None:
             found.bump(as_slot("KvCache.bump_version", slot))
 
-    def alloc_id(self) -> KvAllocId:
-        """Names the allocation: unique in the process, never reused, never 0."""
-        return self._alloc_id
-
-    def device_location(self) -> DeviceLocation | None:
-        """Where the allocation was measured to live; None is "not proven", never "cpu"."""
-        return self._location
-
-    # What a held plan binds
-
-    def rebind_location(self) -> DeviceLocation | None:
-        return self._location
+    # What a held plan binds, and what it bakes about its cache
 
     def rebind_slot(self, layer: int, which: int) -> Storage | None:
         return self.slot_storage(layer, which)
 
-    # Length
+    def plan_facts(self) -> dict[str, object]:
+        """What a held plan bakes about a cache, beside its storages."""
+        return {
+            "layers": len(self._layers),
+            "capacity": self._max_seq_len,
+            "heads": self._n_kv_heads,
+            "head_dim": self._head_dim,
+            "batch": self._batch,
+            "dtype": None if self._dtype is None else self._dtype.name,
+        }
 
-    def truncate_to(self, n: SupportsIndex) -> None:
-        """Lower the live length; a larger n does nothing. Storage, id and plans stay.
+    # Length and storage
 
-        An open step's rows lie past every length that this keeps, so they are dropped too.
-        """
-        rows = count("KvCache.truncate_to", "length", n)
-        if rows <= self._cached_len:
-            self._step = None
-            self._cached_len = rows
+    def drop_open_step(self) -> None:
+        self._step = None
 
-    def reset(self) -> None:
-        """Rewind to length 0, keeping buffers and id."""
-        self.truncate_to(0)
+    abort_step = drop_open_step
 
     def clear(self) -> None:
         """Drop every layer and mint a new id; the memory is free for others.
@@ -213,11 +184,10 @@ class KvCache:
         self._layers = [None] * len(self._layers)
         if self._max_seq_len is None:
             self._dtype = None
-        self._location = None
+        self._locations = [None] * len(self._layers)
         self._cached_len = 0
         self._step = None
-        self.held.clear()
-        self._alloc_id = next_alloc_id()
+        self._new_allocation()
 
     def set_layer(self, index: SupportsIndex, layer: KvLayer) -> None:
         """Replace a layer's storage. Mints a new id and forfeits the proven location."""
@@ -227,19 +197,72 @@ class KvCache:
             raise RangeError(f"{who}: got layer {i}, need 0 <= layer < {len(self._layers)}")
         self._check_layer(who, i, layer)
         self._layers[i] = layer
-        self.held.clear()
         self._dtype = layer.k.dtype
-        self._location = None
+        self._locations[i] = None
         self._step = None
-        self._alloc_id = next_alloc_id()
+        self._new_allocation()
+
+    def grow(self, new_capacity: SupportsIndex) -> None:
+        """More rows for every layer, old rows kept; mints a new id. A smaller capacity is refused.
+
+        The new storage is made before the old is let go, so a failure changes nothing.
+        """
+        who = "KvCache.grow"
+        capacity = count(who, "capacity", new_capacity, 1)
+        if self._max_seq_len is None:
+            raise GraphError(f"{who}: got a cache without fixed capacity, need with_capacity")
+        if capacity < self._max_seq_len:
+            raise RangeError(f"{who}: got capacity {capacity}, need >= {self._max_seq_len}")
+        if capacity > self._max_seq_len:
+            self._replace(lambda slot: grown(slot, capacity))
+            self._max_seq_len = capacity
+
+    def reorder(self, index: Sequence[SupportsIndex]) -> None:
+        """Sequence i becomes what sequence ``index[i]`` was (beam search); storage and id stay."""
+        rows = as_index("KvCache.reorder", index, self._batch)
+        if len(rows) != self._batch:
+            raise ShapeError(
+                f"KvCache.reorder: got {len(rows)} indices, need {self._batch}; use select"
+            )
+        present = [layer for layer in self._layers if layer is not None]
+        reorder_rows([s for layer in present for s in (layer.k, layer.v)], rows, self._cached_len)
+        for i in range(len(self._layers)):
+            for slot in KvSlot:
+                self.bump_version(i, slot)
+
+    def select(self, index: Sequence[SupportsIndex]) -> None:
+        """Keep these sequences, in this order, repeats allowed; another batch mints a new id."""
+        rows = as_index("KvCache.select", index, self._batch)
+        if not rows:
+            raise ShapeError("KvCache.select: got no indices, need at least one")
+        if len(rows) == self._batch:
+            self.reorder(rows)
+        else:
+            self._replace(lambda slot: selected(slot, rows))
+            self._batch = len(rows)
+
+    def repeat(self, n: SupportsIndex) -> None:
+        """Every sequence n times in a row: ``a b`` becomes ``a a b b``."""
+        times = count("KvCache.repeat", "n", n, 1)
+        self.select([i for i in range(self._batch) for _ in range(times)])
+
+    def _replace(self, make: Callable[[Tensor], Tensor]) -> None:
+        """New storage for every layer, made from the old, in one pass; length and rows stay."""
+        present = [(i, layer) for i, layer in enumerate(self._layers) if layer is not None]
+        made = replace_storages([s for _, layer in present for s in (layer.k, layer.v)], make)
+        for n, (i, _) in enumerate(present):
+            self._layers[i] = KvLayer(made[2 * n], made[2 * n + 1])
+        self._step = None
+        self._new_allocation()
 
     def _check_layer(self, who: str, index: int, layer: KvLayer) -> None:
         if not isinstance(layer, KvLayer):
             raise BindingError(f"{who}: got {type(layer).__name__}, need a KvLayer")
         batch, heads, rows, dim = layer.k.shape
-        if (batch, heads, dim) != (1, self._n_kv_heads, self._head_dim):
+        if (batch, heads, dim) != (self._batch, self._n_kv_heads, self._head_dim):
             raise ShapeError(
-                f"{who}: got {layer.k.spec}, need [1,{self._n_kv_heads},n,{self._head_dim}]"
+                f"{who}: got {layer.k.spec}, need "
+                f"[{self._batch},{self._n_kv_heads},n,{self._head_dim}]"
             )
         if self._dtype is not None and layer.k.dtype is not self._dtype:
             raise DTypeError(f"{who}: got {layer.k.dtype}, need {self._dtype}")
@@ -258,7 +281,7 @@ class KvCache:
         self, layer: SupportsIndex, slot: KvSlot | int, start: SupportsIndex, n: SupportsIndex,
         data: object, device: DeviceLike | None = None,
     ) -> None:  # fmt: skip
-        """Write raw little-endian rows ``[1, n_kv_heads, n, head_dim]`` at rows start..start+n.
+        """Write raw little-endian rows ``[batch, n_kv_heads, n, head_dim]`` at rows start..start+n.
 
         Head-major: position is axis 2, unlike the blocks of a paged pool. One throwaway ``Const ->
         WriteSlice`` graph runs into the same storage, so a plan held for this cache sees the rows
@@ -272,7 +295,7 @@ class KvCache:
         check_rows(who, begin, rows, capacity)
         _check_device(who, device, storage.location)
         raw = as_host_bytes(who, data)
-        want = Spec((1, self._n_kv_heads, rows, self._head_dim), storage.dtype)
+        want = Spec((self._batch, self._n_kv_heads, rows, self._head_dim), storage.dtype)
         if raw.nbytes != want.nbytes:
             raise ShapeError(f"{who}: got {raw.nbytes} bytes, need {want.nbytes} for {want}")
         values = raw.view(storage.dtype.numpy).reshape(want.shape)
@@ -280,7 +303,7 @@ class KvCache:
         self.bump_version(i, which)
 
     def append(self, layer: SupportsIndex, k: object, v: object) -> tuple[HostArray, HostArray]:
-        """Write rows ``[1, n_kv_heads, n, head_dim]`` of K and V at `cached_len`.
+        """Write rows ``[batch, n_kv_heads, n, head_dim]`` of K and V at `cached_len`.
 
         Returns live views that include the new rows. A step is open from the first layer's append
         to the last one's; `cached_len` moves when it closes.
@@ -335,12 +358,8 @@ class KvCache:
         self._cached_len += rows
         return [self.live(i) for i in present]
 
-    def abort_step(self) -> None:
-        """Drop an open step: its rows were never counted."""
-        self._step = None
-
     def live(self, layer: SupportsIndex) -> tuple[HostArray, HostArray]:
-        """Zero-copy, read-only views ``[1, n_kv_heads, cached_len, head_dim]`` of K and V."""
+        """Zero-copy, read-only views ``[batch, n_kv_heads, cached_len, head_dim]`` of K and V."""
         found = self.layer(layer)
         if found is None:
             raise RangeError(f"KvCache.live: got layer {layer}, need a populated layer")
@@ -372,7 +391,8 @@ class KvCache:
         self, who: str, layer: int, slot: KvSlot, value: object
     ) -> tuple[Storage, HostArray]:
         storage, _ = self._writable(who, layer, slot)
-        return storage, as_rows(who, slot, value, storage.dtype, self._n_kv_heads, self._head_dim)
+        want = (self._batch, self._n_kv_heads, self._head_dim)
+        return storage, as_rows(who, slot, value, storage.dtype, want)
 
     def _note_append(self, layer: int, rows: int) -> None:
         self._step = self._step or _OpenStep(rows)
@@ -393,6 +413,17 @@ _dtype = dtype
 
 def _device(given: DeviceLike) -> Device:
     return device(given)
+
+
+def _places(
+    who: str, given: DeviceLike | Sequence[DeviceLike | None], layers: int
+) -> list[DeviceLocation | None]:
+    """A location per layer, every one of them served by a backend."""
+    if isinstance(given, str | Device | DeviceLocation):
+        return [_device(given).location] * layers
+    if len(given) != layers:
+        raise ShapeError(f"{who}: got {len(given)} devices, need one per layer ({layers})")
+    return [None if d is None else _device(d).location for d in given]
 
 
 def _counts(who: str, **values: SupportsIndex) -> tuple[int, ...]:

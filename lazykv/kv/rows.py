@@ -8,6 +8,8 @@ import operator
 from collections.abc import Sequence
 from typing import SupportsIndex
 
+import numpy as np
+
 from lazykv.device import HostArray, host_array
 from lazykv.dtypes import DType, dtype
 from lazykv.errors import DTypeError, RangeError, ShapeError
@@ -52,20 +54,34 @@ def check_rows(who: str, start: int, n: int, capacity: int) -> None:
         )
 
 
-def as_rows(who: str, slot: KvSlot, value: object, want: DType, heads: int, dim: int) -> HostArray:
-    """A caller's rows ``[1, heads, n, dim]``, already in the cache's dtype: nothing is cast."""
+def as_rows(
+    who: str, slot: KvSlot, value: object, want: DType, shape: tuple[int, int, int]
+) -> HostArray:
+    """A caller's rows ``[batch, heads, n, dim]`` (`shape` is all but n), already in the cache's
+    dtype: nothing is cast."""
     try:
         array = host_array(value)
     except (BufferError, RuntimeError, TypeError, ValueError) as e:
         raise DTypeError(
             f"{who}: got {slot.name} of {type(value).__name__}, need an array of {want}"
         ) from e
-    have = Spec(array.shape, dtype(array.dtype))
-    if array.ndim != 4 or (have.shape[0], have.shape[1], have.shape[3]) != (1, heads, dim):
-        raise ShapeError(f"{who}: got {slot.name} {have}, need {want}[1,{heads},n,{dim}]")
+    have, (batch, heads, dim) = Spec(array.shape, dtype(array.dtype)), shape
+    if array.ndim != 4 or (have.shape[0], have.shape[1], have.shape[3]) != shape:
+        raise ShapeError(f"{who}: got {slot.name} {have}, need {want}[{batch},{heads},n,{dim}]")
     if have.dtype is not want:
         raise DTypeError(f"{who}: got {slot.name} {have}, need {want}; convert it first")
     return array
+
+
+def to_head_major(rows: HostArray) -> HostArray:
+    """Position-major rows ``[n, heads, dim]`` (a paged pool's order) as the ``[1, heads, n, dim]``
+    of a cache: a contiguous copy."""
+    return np.ascontiguousarray(np.swapaxes(rows, 0, 1))[None]
+
+
+def to_position_major(rows: HostArray) -> HostArray:
+    """A cache's rows ``[1, heads, n, dim]`` as position-major ``[n, heads, dim]``: a copy."""
+    return np.ascontiguousarray(np.swapaxes(rows[0], 0, 1))
 
 
 def write_graph(

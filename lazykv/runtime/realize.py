@@ -80,6 +80,8 @@ def allocate(tensors: Sequence[Tensor]) -> list[Storage]:
 
     All storages are allocated before the first fill, so a failed allocation leaves nothing behind.
     """
+    if not tensors:
+        return []
     kept: dict[Tensor, Storage] = {}
     for t in tensors:
         source = t

@@ -1,0 +1,177 @@
+"""What every cache of rows shares: the identity of its allocation, its length, and rewinding.
+
+The id names the allocation, never the conversation: moving the length keeps it, another storage
+mints a new one. Rollback and truncation are one primitive: the length moves, no byte does.
+"""
+
+from types import TracebackType
+from typing import Any, Self, SupportsIndex
+
+from lazykv.device import DeviceLocation
+from lazykv.errors import GraphError, RangeError
+from lazykv.ids import KvAllocId, next_alloc_id
+from lazykv.kv.rows import count
+
+
+class RowCache:
+    """Base of the caches: allocation id, proven locations, live length, savepoints, held plans."""
+
+    def __init__(self, n_layers: int) -> None:
+        self._cached_len = 0
+        self._alloc_id = next_alloc_id()
+        # Per layer: where its storage was measured to live when it was allocated, else None.
+        self._locations: list[DeviceLocation | None] = [None] * n_layers
+        self._savepoints: list[Savepoint] = []
+        # Plans that models hold for this cache, so that they live and die with it.
+        self.held: dict[object, Any] = {}
+
+    # Identity
+
+    def alloc_id(self) -> KvAllocId:
+        """Names the allocation: unique in the process, never reused, never 0."""
+        return self._alloc_id
+
+    def n_layers(self) -> int:
+        return len(self._locations)
+
+    def layer_location(self, layer: SupportsIndex) -> DeviceLocation | None:
+        """Where one layer's storage was measured to live; None if that is not proven."""
+        i = int(layer)
+        return self._locations[i] if 0 <= i < len(self._locations) else None
+
+    def device_location(self) -> DeviceLocation | None:
+        """The one location of all layers; None is "not proven" or "several", never "cpu"."""
+        known = set(self._locations)
+        return known.pop() if len(known) == 1 else None
+
+    rebind_location = device_location
+
+    def _new_allocation(self) -> None:
+        """Storage was replaced: plans and savepoints made for the old one end here."""
+        self._alloc_id = next_alloc_id()
+        self._savepoints.clear()
+        self.held.clear()
+
+    # Length
+
+    @property
+    def capacity(self) -> int | None:
+        """Most rows the length may count, or None if there is no fixed number."""
+        raise NotImplementedError
+
+    def drop_open_step(self) -> None:
+        """Forget rows that are written but not counted; caches without such steps do nothing."""
+
+    @property
+    def cached_len(self) -> int:
+        """Live rows. May be assigned within capacity by callers who write through their own plans;
+        that drops an open step."""
+        return self._cached_len
+
+    @cached_len.setter
+    def cached_len(self, n: SupportsIndex) -> None:
+        rows, who = count(f"{type(self).__name__}.cached_len", "length", n), type(self).__name__
+        if self.capacity is not None and rows > self.capacity:
+            raise RangeError(
+                f"{who}.cached_len: got {rows}, need 0 <= length <= capacity {self.capacity}"
+            )
+        if rows < self._cached_len:
+            self._rewind(rows)
+        else:
+            # Rows of an open step stand at the old length: they cannot become part of the new one.
+            self.drop_open_step()
+            self._cached_len = rows
+
+    def __len__(self) -> int:
+        return self._cached_len
+
+    def __bool__(self) -> bool:
+        return True
+
+    def truncate_to(self, n: SupportsIndex) -> None:
+        """Lower the live length; a larger n does nothing. Storage, id and plans stay.
+
+        An open step's rows lie past every length that this keeps, so they are dropped too.
+        """
+        rows = count(f"{type(self).__name__}.truncate_to", "length", n)
+        if rows <= self._cached_len:
+            self._rewind(rows)
+
+    def reset(self) -> None:
+        """Rewind to length 0, keeping buffers and id."""
+        self.truncate_to(0)
+
+    def check_rewind(self, rows: int) -> None:
+        """Refuse a length whose rows are gone; a cache that keeps every row refuses none."""
+
+    def _rewind(self, rows: int) -> None:
+        self.check_rewind(rows)
+        self.drop_open_step()
+        self._cached_len = rows
+        # A savepoint of a greater length would bring back rows that later writes may replace.
+        self._savepoints = [s for s in self._savepoints if s.length <= rows]
+
+    def savepoint(self) -> "Savepoint":
+        """Remember this length; `rollback` returns to it. Savepoints nest."""
+        made = Savepoint(self)
+        self._savepoints.append(made)
+        return made
+
+
+class Savepoint:
+    """A length to return to, over all layers at once. A logical rewind: nothing was copied.
+
+    It ends with `commit`, with `rollback` (to it or to an outer one), and with anything that drops
+    its rows: truncating below it, or replacing the storage. As a context manager it commits, or
+    rolls back if the block raises.
+    """
+
+    __slots__ = ("_cache", "length")
+
+    def __init__(self, cache: RowCache) -> None:
+        self._cache = cache
+        self.length = len(cache)
+
+    @property
+    def is_open(self) -> bool:
+        return any(s is self for s in self._cache._savepoints)
+
+    def rollback(self) -> None:
+        """Return to the remembered length; inner savepoints end too."""
+        self._check_open("rollback")
+        cache = self._cache
+        cache.check_rewind(self.length)
+        self._end()
+        cache.truncate_to(self.length)
+
+    def commit(self) -> None:
+        """Keep what came since; inner savepoints end too."""
+        self._check_open("commit")
+        self._end()
+
+    def _end(self) -> None:
+        points = self._cache._savepoints
+        del points[[s is self for s in points].index(True) :]
+
+    def _check_open(self, what: str) -> None:
+        if not self.is_open:
+            raise GraphError(
+                f"Savepoint.{what}: got a savepoint that has ended, need an open one; committing, "
+                "rolling back, truncating below it or replacing storage ends it"
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        if self.is_open:
+            if error is None:
+                self.commit()
+            else:
+                self.rollback()
+
+    def __repr__(self) -> str:
+        return f"Savepoint(length {self.length}, {'open' if self.is_open else 'ended'})"

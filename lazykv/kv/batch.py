@@ -1,0 +1,72 @@
+"""Whole-cache moves as graphs: more capacity, other sequences, another order of sequences."""
+
+from collections.abc import Callable, Sequence
+from typing import SupportsIndex
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lazykv.errors import RangeError
+from lazykv.graph import Graph, Tensor
+from lazykv.kv.rows import whole
+from lazykv.runtime.realize import allocate, run_effects
+from lazykv.storage import Storage
+
+_ROW_STEP = 64
+"""Reordering moves the live rows rounded up to this many: few structures to plan, and not the
+whole capacity."""
+
+
+def as_index(who: str, index: Sequence[SupportsIndex], batch: int) -> list[int]:
+    """Numbers of sequences, each in 0..batch."""
+    rows = [whole(who, "index", i) for i in index]
+    for i in rows:
+        if not 0 <= i < batch:
+            raise RangeError(f"{who}: got sequence {i}, need 0 <= index < {batch}")
+    return rows
+
+
+def reorder_rows(storages: Sequence[Storage], index: Sequence[int], live: int) -> None:
+    """Permute (or repeat) the sequences of each storage in place, over the live rows."""
+    if not storages or live == 0 or list(index) == list(range(len(index))):
+        return
+    rows = min(-(-live // _ROW_STEP) * _ROW_STEP, storages[0].shape[2])
+    graph = Graph()
+    order = graph.const(_indices(index))
+    writes = []
+    for storage in storages:
+        slab = graph.const(storage).slice(2, 0, rows)
+        writes.append(slab.write_slice(slab.take(order), [(0, n) for n in slab.shape]))
+    run_effects(writes)
+
+
+def replace_storages(
+    storages: Sequence[Storage], make: Callable[[Tensor], Tensor]
+) -> list[Storage]:
+    """A new storage for each old one, filled in one pass; `make` turns the old slot into a chain of
+    writes on an Alloc."""
+    graph = Graph()
+    return allocate([make(graph.const(storage)) for storage in storages])
+
+
+def grown(slot: Tensor, capacity: int) -> Tensor:
+    """The same rows in a longer buffer, zeros behind them."""
+    batch, heads, rows, dim = slot.shape
+    fresh = _alloc_like(slot, (batch, heads, capacity, dim)).zero_fill()
+    return fresh.at[:, :, :rows].set(slot)
+
+
+def selected(slot: Tensor, index: Sequence[int]) -> Tensor:
+    """A buffer of the chosen sequences."""
+    taken = slot.take(slot.graph.const(_indices(index)))
+    fresh = _alloc_like(slot, taken.shape)
+    return fresh.write_slice(taken, [(0, n) for n in taken.shape])
+
+
+def _alloc_like(slot: Tensor, shape: tuple[int, ...]) -> Tensor:
+    assert slot.data is not None, "a slot is a const over its storage"
+    return slot.graph.alloc(shape, slot.dtype, slot.data.location)
+
+
+def _indices(index: Sequence[int]) -> NDArray[np.int64]:
+    return np.asarray(index, np.int64)
