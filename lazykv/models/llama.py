@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from lazykv.device import DeviceLocation
 from lazykv.dtypes import DType, f32, i64
 from lazykv.graph import Graph, Tensor, attention
 from lazykv.models.config import LlamaConfig, inv_freq
@@ -14,9 +15,12 @@ from lazykv.symbols import Sym
 
 @dataclass(frozen=True, slots=True)
 class StepGraph:
-    """The graph of `seq` tokens: logits ``[vocab]`` of the last one, the cache placeholders per
-    layer, the inputs bound per step (``ids`` i64 ``[seq]``, ``cos`` and ``sin`` ``[seq, D/2]``),
-    and the symbol of the live length before the step."""
+    """The graph of `seq` tokens of `batch` sequences: logits, the cache placeholders per layer, the
+    inputs bound per step (``ids`` i64 ``[batch * seq]``, ``cos`` and ``sin`` ``[seq, D/2]``), and
+    the symbol of the live length before the step.
+
+    Logits are ``[vocab]`` of the last token, ``[seq, vocab]`` if all are asked for, each with a
+    leading ``batch`` if that is not 1."""
 
     graph: Graph
     logits: Tensor
@@ -26,15 +30,16 @@ class StepGraph:
 
 
 def build_step(
-    config: LlamaConfig, weights: LlamaWeights, *, seq: int, capacity: int, kv_dtype: DType
-) -> StepGraph:
-    """Build the step for `seq` tokens over caches of `capacity` rows.
+    config: LlamaConfig, weights: LlamaWeights, *, seq: int, capacity: int, kv_dtype: DType,
+    batch: int = 1, every_logit: bool = False,
+) -> StepGraph:  # fmt: skip
+    """Build the step for `seq` tokens of each sequence over caches of `capacity` rows.
 
-    Weights are taken by reference. Attention sees ``position + seq`` rows: the cache's live rows
-    and the step's own.
+    Weights are taken by reference, and a layer runs where its weights live: the hidden state moves
+    where that changes. Attention sees ``position + seq`` rows: the live ones and the step's own.
     """
     g = Graph()
-    ids = g.placeholder((seq,), i64, "ids")
+    ids = g.placeholder((batch * seq,), i64, "ids")
     half = (seq, config.head_dim // 2)
     cos, sin = g.placeholder(half, f32, "cos"), g.placeholder(half, f32, "sin")
     position = Sym("cached_len", 0, capacity - seq)
@@ -44,18 +49,35 @@ def build_step(
     else:
         table = g.const(weights.embedding, name="embedding")
     x = table.take(ids)
+    place = (weights.embedding or weights.head).location
     kv_nodes = []
     for i, layer in enumerate(weights.layers):
-        shape = (1, config.n_kv_heads, capacity, config.head_dim)
+        x, place = _moved(x, place, layer.attn_norm.location)
+        shape = (batch, config.n_kv_heads, capacity, config.head_dim)
         k_cache = g.placeholder(shape, kv_dtype, f"blk.{i}.k")
         v_cache = g.placeholder(shape, kv_dtype, f"blk.{i}.v")
         kv_nodes.append((k_cache, v_cache))
         x = _attention_block(config, layer, i, x, (cos, sin), (k_cache, v_cache), position)
         x = _feed_forward_block(config, layer, i, x)
-    norm = g.const(weights.norm, name="norm")
-    last = x.slice(0, seq - 1, 1).rms_norm(norm, config.rms_eps)
-    logits = (last @ head).reshape(config.vocab_size)
+    x, _ = _moved(x, place, weights.norm.location)
+    rows = x.reshape(batch, seq, config.hidden_size)
+    logits = _logits(config, rows, g.const(weights.norm, name="norm"), head, every_logit)
     return StepGraph(g, logits, tuple(kv_nodes), {"ids": ids, "cos": cos, "sin": sin}, position)
+
+
+def _moved(x: Tensor, here: DeviceLocation, there: DeviceLocation) -> tuple[Tensor, DeviceLocation]:
+    """The hidden state where the next weights are, and that place."""
+    return (x if here == there else x.to(there)), there
+
+
+def _logits(config: LlamaConfig, x: Tensor, norm: Tensor, head: Tensor, every: bool) -> Tensor:
+    """Logits of ``[batch, seq, hidden]``: of the last position, or of all."""
+    batch, seq, hidden = x.shape
+    rows = seq if every else 1
+    last = x.slice(1, seq - rows, rows).reshape(batch * rows, hidden)
+    logits = last.rms_norm(norm, config.rms_eps) @ head
+    lead = ([batch] if batch > 1 else []) + ([seq] if every else [])
+    return logits.reshape(*lead, config.vocab_size)
 
 
 def _attention_block(
@@ -63,11 +85,12 @@ def _attention_block(
     caches: tuple[Tensor, Tensor], position: Sym,
 ) -> Tensor:  # fmt: skip
     """x + output(attention(rope(q), cached k, cached v)), k and v written at `position` first."""
-    g, seq, dim = x.graph, x.shape[0], config.head_dim
+    g, dim, batch = x.graph, config.head_dim, caches[0].shape[0]
+    seq = x.shape[0] // batch
     queries, keys = config.n_heads, config.n_kv_heads
     h = x.rms_norm(g.const(layer.attn_norm, name=f"blk.{i}.attn_norm"), config.rms_eps)
     qkv = h @ g.const(layer.qkv, name=f"blk.{i}.attn_qkv")
-    heads = qkv.reshape(1, seq, queries + 2 * keys, dim).transpose(1, 2)
+    heads = qkv.reshape(batch, seq, queries + 2 * keys, dim).transpose(1, 2)
     # One rotation for queries and keys together: half the calls of two.
     turned = heads.slice(1, 0, queries + keys).rope(*rope, interleaved=config.rope_interleaved)
     q, k = turned.slice(1, 0, queries), turned.slice(1, queries, keys)
@@ -78,7 +101,7 @@ def _attention_block(
     k_all = k_cache.at[:, :, position : position + seq].set(k)
     v_all = v_cache.at[:, :, position : position + seq].set(v)
     seen = attention(q, k_all, v_all, length=position + seq)
-    joined = seen.transpose(1, 2).reshape(seq, queries * dim)
+    joined = seen.transpose(1, 2).reshape(batch * seq, queries * dim)
     return x + joined @ g.const(layer.output, name=f"blk.{i}.attn_output")
 
 

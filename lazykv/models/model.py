@@ -1,12 +1,12 @@
 """LlamaModel: weights, tokenizer and the held plans that decode with them."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lazykv.device import DeviceLike
+from lazykv.device import DeviceLike, DeviceLocation
 from lazykv.dtypes import DTypeLike, f32
 from lazykv.errors import DTypeError, GraphError, ModelFormatError, RangeError, ShapeError
 from lazykv.ids import ModelInstanceId
@@ -15,7 +15,7 @@ from lazykv.kv.layer import KvSlot
 from lazykv.kv.rows import whole
 from lazykv.models.config import LlamaConfig
 from lazykv.models.llama import RopeTable, StepGraph, build_step
-from lazykv.models.weights import LlamaWeights
+from lazykv.models.weights import LlamaWeights, place_weights
 from lazykv.sessions.context import InferenceContext
 from lazykv.sessions.decode import DecodeSession
 
@@ -49,6 +49,7 @@ class LlamaModel:
         self.instance_id = ModelInstanceId()
         self.weights_epoch = 0
         self._key: tuple[object, ...] | None = None
+        self._placed: dict[tuple[DeviceLocation, ...], LlamaWeights] = {}
         self._tokenizer = tokenizer
         self._rope = RopeTable(config)
         self._ctx = InferenceContext("cpu")
@@ -69,9 +70,13 @@ class LlamaModel:
 
     def new_cache(
         self, max_seq_len: SupportsIndex, dtype: DTypeLike | None = None,
-        device: DeviceLike | None = None,
+        device: DeviceLike | Sequence[DeviceLike] | None = None,
     ) -> KvCache:  # fmt: skip
-        """A cache of this model's geometry; f32 on the CPU unless told otherwise."""
+        """A cache of this model's geometry; f32 on the CPU unless told otherwise.
+
+        With one device per layer the model decodes as a pipeline: each layer runs where its rows
+        are.
+        """
         c = self.config
         return KvCache.with_capacity(
             c.n_layers, c.n_kv_heads, c.head_dim, max_seq_len,
@@ -90,6 +95,7 @@ class LlamaModel:
         tokens = self.check_tokens("prefill", ids)
         if not tokens.size:
             raise ShapeError("prefill: got an empty prompt, need at least one token")
+        self._check_single("prefill", cache)
         start = self.check_room("prefill", cache, tokens.size)
         done = 0
         try:
@@ -104,56 +110,86 @@ class LlamaModel:
             raise
 
     def decode_step(
-        self, token: SupportsIndex, cache: KvCache, ctx: InferenceContext | None = None
-    ) -> NDArray[np.float32]:
+        self, token: SupportsIndex | Iterable[SupportsIndex], cache: KvCache,
+        ctx: InferenceContext | None = None,
+    ) -> NDArray[np.float32]:  # fmt: skip
         """Append one token to the cache and return the logits ``[vocab]`` that follow it.
 
-        The plan is made once and held with the cache (or in `ctx`); `cached_len` moves by one.
+        With a batched cache, one token per sequence and logits ``[batch, vocab]``. The plan is made
+        once and held with the cache (or in `ctx`); `cached_len` moves by one.
         """
-        tokens = self.check_tokens("decode_step", (token,))
+        given: Any = (token,) if cache.batch == 1 else token
+        tokens = self.check_tokens("decode_step", given)
+        if tokens.size != cache.batch:
+            raise ShapeError(f"decode_step: got {tokens.size} tokens, need {cache.batch}")
         self.check_room("decode_step", cache, 1)
         return self._run(tokens, cache, ctx)
 
+    def score(self, ids: Iterable[SupportsIndex], cache: KvCache) -> NDArray[np.float32]:
+        """Append tokens in one step and return the logits ``[n, vocab]`` that follow each of them.
+
+        What a speculative decoder verifies its drafts with: one plan per number of tokens.
+        """
+        tokens = self.check_tokens("score", ids)
+        if not tokens.size:
+            raise ShapeError("score: got no tokens, need at least one")
+        self._check_single("score", cache)
+        self.check_room("score", cache, tokens.size)
+        return self._run(tokens, cache, None, every=True)
+
     def session_for(
-        self, cache: KvCache, seq: int = 1, ctx: InferenceContext | None = None
-    ) -> DecodeSession:
-        """The held session for steps of `seq` tokens, planned anew if the held one is not valid."""
-        slot = ("llama", self.instance_id, seq)
-        # A context carries one session, the single-token one; prefill plans stay with the cache.
-        shared = ctx if seq == 1 else None
-        if shared is not None:
-            shared.refresh(cache, seq=seq, model_key=self.model_key)
-            held = shared.take_decode_session()
-        else:
-            held = cache.held.get(slot)
-            if held is not None and not held.is_valid_for(cache, seq=seq, model_key=self.model_key):
-                held = None
-        held = held or self._plan(cache, seq, ctx)
-        if shared is not None:
-            shared.put_decode_session(held)
-        else:
-            cache.held[slot] = held
+        self, cache: KvCache, seq: int = 1, ctx: InferenceContext | None = None, *,
+        every: bool = False,
+    ) -> DecodeSession:  # fmt: skip
+        """The held session for steps of `seq` tokens, planned anew if the held one is not valid.
+
+        `every` asks for the logits of all positions.
+        """
+        # A context carries one session, the single-token one; other plans stay with the cache.
+        if ctx is not None and seq == 1 and not every:
+            ctx.refresh(cache, seq=seq, model_key=self.model_key)
+            session = ctx.take_decode_session() or self._plan(cache, seq, ctx, every)
+            ctx.put_decode_session(session)
+            return session
+        slot = ("llama", self.instance_id, seq, every)
+        held: DecodeSession | None = cache.held.get(slot)
+        if held is None or not held.is_valid_for(cache, seq=seq, model_key=self.model_key):
+            held = cache.held[slot] = self._plan(cache, seq, ctx, every)
         return held
 
-    def step_graph(self, cache: KvCache, seq: int = 1) -> StepGraph:
+    def step_graph(self, cache: KvCache, seq: int = 1, *, every: bool = False) -> StepGraph:
         """The graph that `session_for` plans."""
         capacity, kv_dtype = cache.max_seq_len, cache.dtype
         if capacity is None or kv_dtype is None:
             raise GraphError("decode: got a cache without capacity, need one made by new_cache")
-        return build_step(self.config, self.weights, seq=seq, capacity=capacity, kv_dtype=kv_dtype)
+        return build_step(
+            self.config, self._weights_for(cache), seq=seq, capacity=capacity, kv_dtype=kv_dtype,
+            batch=cache.batch, every_logit=every,
+        )  # fmt: skip
 
-    def _plan(self, cache: KvCache, seq: int, ctx: InferenceContext | None) -> DecodeSession:
-        step = self.step_graph(cache, seq)
+    def _weights_for(self, cache: KvCache) -> LlamaWeights:
+        """The weights where the cache's layers are; copies are made once per set of places."""
+        slots = [cache.slot_storage(i, KvSlot.K) for i in range(cache.n_layers())]
+        places = tuple(s.location for s in slots if s is not None)
+        if places not in self._placed:
+            self._placed[places] = place_weights(self.weights, places)
+        return self._placed[places]
+
+    def _plan(
+        self, cache: KvCache, seq: int, ctx: InferenceContext | None, every: bool
+    ) -> DecodeSession:
+        step = self.step_graph(cache, seq, every=every)
         return DecodeSession.build(
             ctx or self._ctx, step.logits, kv=cache, kv_nodes=step.kv_nodes, bound=step.bound,
             seq=seq, model_key=self.model_key,
         )  # fmt: skip
 
     def _run(
-        self, tokens: NDArray[np.int64], cache: KvCache, ctx: InferenceContext | None
-    ) -> NDArray[np.float32]:
-        seq, start = len(tokens), cache.cached_len
-        session = self.session_for(cache, seq, ctx)
+        self, tokens: NDArray[np.int64], cache: KvCache, ctx: InferenceContext | None, *,
+        every: bool = False,
+    ) -> NDArray[np.float32]:  # fmt: skip
+        seq, start = len(tokens) // cache.batch, cache.cached_len
+        session = self.session_for(cache, seq, ctx, every=every)
         cos, sin = self._rope.rows(start, seq)
         (position,) = session.plan.symbols
         logits = session.step({"ids": tokens, "cos": cos, "sin": sin}, {position: start})
@@ -162,6 +198,12 @@ class LlamaModel:
             cache.bump_version(layer, KvSlot.V)
         cache.cached_len = start + seq
         return logits
+
+    def _check_single(self, who: str, cache: KvCache) -> None:
+        if cache.batch != 1:
+            raise ShapeError(
+                f"{who}: got a cache of {cache.batch} sequences, need one; use repeat() afterwards"
+            )
 
     def check_tokens(self, who: str, ids: Iterable[SupportsIndex]) -> NDArray[np.int64]:
         """Token ids as i64 ``[n]``, all of them in the vocabulary."""

@@ -4,13 +4,14 @@
 product costs less than the three or two it replaces.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lazykv.device import DeviceLocation
 from lazykv.models.config import LlamaConfig
 from lazykv.storage import Storage
 
@@ -95,6 +96,29 @@ def frozen(array: NDArray[np.float32]) -> Storage:
     array = np.ascontiguousarray(array)
     array.flags.writeable = False
     return Storage.wrap(array)
+
+
+def place_weights(weights: LlamaWeights, places: Sequence[DeviceLocation]) -> LlamaWeights:
+    """The weights with each layer's where `places` says, the embedding with the first layer and the
+    head with the last. Storages that are already there are shared; a tied head that would have to
+    be in two places becomes two storages."""
+
+    def at(storage: Storage, place: DeviceLocation) -> Storage:
+        if storage.location == place:
+            return storage
+        copy = Storage.from_array(storage.to_numpy(), place)
+        copy.frozen = True
+        return copy
+
+    embedding, first, last = weights.embedding, places[0], places[-1]
+    if embedding is None and first != last:
+        embedding = frozen(weights.head.to_numpy().T)
+    layers = tuple(
+        LayerWeights(*(at(getattr(layer, name), place) for name in LayerWeights.__slots__))
+        for layer, place in zip(weights.layers, places, strict=True)
+    )
+    placed = None if embedding is None else at(embedding, first)
+    return LlamaWeights(placed, at(weights.head, last), at(weights.norm, last), layers)
 
 
 def made_weights(

@@ -123,7 +123,7 @@ def test_a_few_plans_serve_every_prompt():
     for n in range(1, 64):
         cache = m.new_cache(64)
         m.prefill(ids(n), cache)
-        assert set(cache.held) <= {("llama", m.instance_id, 1 << b) for b in range(6)}
+        assert set(cache.held) <= {("llama", m.instance_id, 1 << b, False) for b in range(6)}
     before = lk.stats().plans_built
     for n in (3, 17, 63):
         m.prefill(ids(n), m.new_cache(64))
