@@ -46,19 +46,38 @@ class Sampler:
         Raises ShapeError if it is not one non-empty row, RangeError if the row has no largest
         finite value (NaN, +inf, or all -inf).
         """
-        row = np.asarray(logits)
-        if row.ndim != 1 or not row.size:
-            raise ShapeError(f"Sampler: got logits of shape {list(row.shape)}, need [vocab]")
-        best = int(np.argmax(row))  # the first NaN if there is one, else the first largest
-        if not math.isfinite(row[best]):
-            raise RangeError(f"Sampler: got logit {row[best]} for token {best}, need finite ones")
+        row, best = _row(logits)
         if self.temperature == 0:
             return best
+        ids, weights = self._weighted(row, best)
+        return int(ids[_draw(weights, self.uniform())])
+
+    def distribution(self, logits: ArrayLike) -> NDArray[np.float64]:
+        """The probabilities ``[vocab]`` that a call would draw from; one 1.0 if greedy."""
+        row, best = _row(logits)
+        out = np.zeros(row.size)
+        if self.temperature == 0:
+            out[best] = 1.0
+        else:
+            ids, weights = self._weighted(row, best)
+            out[ids] = weights / weights.sum()
+        return out
+
+    def draw(self, probabilities: NDArray[np.float64]) -> int:
+        """An id drawn from ``[vocab]`` probabilities with this sampler's randomness."""
+        return _draw(probabilities, self.uniform())
+
+    def uniform(self) -> float:
+        """The next random number in [0, 1)."""
+        return float(self._random.random())
+
+    def _weighted(
+        self, row: NDArray[np.generic], best: int
+    ) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
+        """Ids in play and their weights, not normalized."""
         ids = self._candidates(row)
         weights = self._weights(row[ids], float(row[best]))
-        if self.top_p is not None:
-            ids, weights = _nucleus(ids, weights, self.top_p)
-        return int(ids[_draw(weights, self._random.random())])
+        return _nucleus(ids, weights, self.top_p) if self.top_p is not None else (ids, weights)
 
     def _candidates(self, row: NDArray[np.generic]) -> NDArray[np.intp]:
         """Ids in play, most probable first (the lowest id of equals) where an order is needed."""
@@ -75,6 +94,17 @@ class Sampler:
     def _weights(self, logits: NDArray[np.generic], largest: float) -> NDArray[np.float64]:
         with np.errstate(over="ignore"):  # a tiny temperature sends the rest to -inf, as it should
             return np.exp((logits.astype(np.float64) - largest) / self.temperature)
+
+
+def _row(logits: ArrayLike) -> tuple[NDArray[np.generic], int]:
+    """One checked row of logits, and the id of its largest."""
+    row = np.asarray(logits)
+    if row.ndim != 1 or not row.size:
+        raise ShapeError(f"Sampler: got logits of shape {list(row.shape)}, need [vocab]")
+    best = int(np.argmax(row))  # the first NaN if there is one, else the first largest
+    if not math.isfinite(row[best]):
+        raise RangeError(f"Sampler: got logit {row[best]} for token {best}, need finite ones")
+    return row, best
 
 
 def _nucleus(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import lazykv as lk
 from lazykv.models import fetch
 from lazykv.models.checkpoint import Checkpoint
 from lazykv.models.gguf_file import read_gguf
@@ -21,6 +22,11 @@ def smollm2_path() -> Path:
 @pytest.fixture(scope="session")
 def smollm2(smollm2_path: Path) -> Checkpoint:
     return read_gguf(smollm2_path)
+
+
+@pytest.fixture(scope="session")
+def smollm2_model(smollm2_path: Path) -> lk.models.LlamaModel:
+    return lk.models.load(smollm2_path)
 
 
 @pytest.fixture(scope="session")

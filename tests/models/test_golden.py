@@ -10,9 +10,9 @@ pytestmark = pytest.mark.slow
 NAMES = ["sky", "plain", "code"]
 
 
-@pytest.fixture(scope="module")
-def model(smollm2_path) -> lk.models.LlamaModel:
-    return lk.models.load(smollm2_path)
+@pytest.fixture
+def model(smollm2_model) -> lk.models.LlamaModel:
+    return smollm2_model
 
 
 @pytest.fixture

@@ -1,0 +1,153 @@
+"""Serving drill: many requests of random lengths over a few slots, caches retired and fresh ones
+admitted, cancelled and rewound at random; every request's tokens equal a solo run."""
+
+import os
+
+import numpy as np
+import pytest
+
+import lazykv as lk
+from lazykv.models.config import LlamaConfig
+from lazykv.models.model import LlamaModel
+from lazykv.models.weights import random_weights
+from lazykv.sessions import validity
+
+CONFIG = LlamaConfig(
+    architecture="llama", vocab_size=48, hidden_size=16, intermediate_size=24, n_layers=2,
+    n_heads=4, n_kv_heads=2, head_dim=4, rms_eps=1e-5, rope_theta=100.0, rope_scaling=None,
+    rope_interleaved=True, context_length=64, tied_head=True,
+)  # fmt: skip
+OTHER = LlamaConfig(**{f: getattr(CONFIG, f) for f in CONFIG.__slots__} | {"rope_theta": 7.0})
+CAPACITIES = (24, 40)
+REQUESTS = int(os.environ.get("LAZYKV_DRILL_REQUESTS", "250"))
+SEED = int(os.environ.get("LAZYKV_DRILL_SEED", "0"))
+
+
+def two_models():
+    return [LlamaModel(c, random_weights(c, n, 0.4)) for n, c in enumerate((CONFIG, OTHER))]
+
+
+def solo(model, prompt, n):
+    """A request on its own: no context, no reuse of anything."""
+    cache = model.new_cache(64)
+    logits, out = model.prefill(prompt, cache), []
+    for _ in range(n):
+        out.append(int(logits.argmax()))
+        logits = model.decode_step(out[-1], cache)
+    return out
+
+
+class Slot:
+    """One place of the server: a context whose session outlives the requests that run in it."""
+
+    def __init__(self, rng, models):
+        self.rng, self.models = rng, models
+        self.ctx = lk.InferenceContext()
+        self.old = {}
+        self.left = 0
+        self.refused = []
+
+    def admit(self):
+        self.model = self.models[int(self.rng.integers(len(self.models)))]
+        capacity, dtype = int(self.rng.choice(CAPACITIES)), str(self.rng.choice(["f32", "f16"]))
+        self.key = (self.model.instance_id, capacity, dtype)
+        self.prompt = [int(t) for t in self.rng.integers(0, 48, self.rng.integers(1, 9))]
+        self.wanted = int(self.rng.integers(1, 12))
+        how = self.rng.integers(3)
+        if how == 0 and self.key in self.old:  # the retired cache itself, rewound
+            self.cache = self.old[self.key]
+            self.cache.reset()
+        else:  # a fresh one of the same shape, or of another
+            self.cache = self.model.new_cache(capacity, dtype)
+        done = self.ctx.refresh(self.cache, model_key=self.model.model_key)
+        if done == lk.SessionDisposition.Dropped and done.refusal is not None:
+            self.refused.append(done.refusal)
+        self.logits = self.model.prefill(self.prompt, self.cache, self.ctx)
+        self.out, self.left = [], self.wanted
+
+    def step(self):
+        if self.left == 0:
+            self.retire()
+            self.admit()
+            return None
+        if self.rng.integers(40) == 0:  # cancelled
+            self.left = 0
+            return None
+        if self.rng.integers(8) == 0 and self.out:  # a rejected draft: rewind and run again
+            back = len(self.cache) - 1
+            junk = int(self.rng.integers(48))
+            if len(self.cache) < self.cache.max_seq_len:
+                self.model.decode_step(junk, self.cache, self.ctx)
+            self.cache.truncate_to(back)
+            self.logits = self.model.decode_step(self.out[-1], self.cache, self.ctx)
+        token = int(self.logits.argmax())
+        self.out.append(token)
+        self.logits = self.model.decode_step(token, self.cache, self.ctx)
+        self.left -= 1
+        return (self.model, self.prompt, self.out) if self.left == 0 else None
+
+    def retire(self):
+        if hasattr(self, "cache"):
+            self.old[self.key] = self.cache
+
+
+def drill(requests, seed, slots=4):
+    """Finished requests whose tokens differ from a solo run, and re-bindings that were refused.
+
+    A re-binding is tried only where the key says that nothing but the allocation differs, so a
+    refusal means that the key missed something.
+    """
+    rng = np.random.default_rng(seed)
+    models = two_models()
+    servers = [Slot(rng, models) for _ in range(slots)]
+    finished, wrong = 0, []
+    while finished < requests:
+        done = servers[int(rng.integers(slots))].step()
+        if done is not None:
+            finished += 1
+            model, prompt, out = done
+            if not agrees(model, prompt, out):
+                wrong.append((finished, prompt, out))
+    return wrong, [r for server in servers for r in server.refused]
+
+
+def agrees(model, prompt, out):
+    """Equal ids, but where an f16 cache decides a near tie otherwise than the f32 solo run."""
+    cache = model.new_cache(64)
+    logits = model.prefill(prompt, cache)
+    for token in out:
+        if logits.max() - logits[token] > 0.02:
+            return False
+        logits = model.decode_step(token, cache)
+    return True
+
+
+def test_every_request_equals_a_solo_run():
+    print(f"LAZYKV_DRILL_SEED={SEED}")
+    assert drill(REQUESTS, SEED) == ([], [])
+    # Once every shape has been met, nothing is planned any more.
+    before = lk.stats().plans_built
+    assert drill(60, SEED) == ([], [])
+    assert lk.stats().plans_built == before
+
+
+@pytest.mark.parametrize("dropped", ["model_key", "kv.capacity", "kv.dtype", validity.ALLOCATION])
+def test_a_key_that_forgets_one_fact_is_caught(dropped, monkeypatch):
+    """The drill has teeth: without any one of the facts that vary in it, it fails."""
+    honest = validity.SessionKey.validity
+
+    def forgetful(self, kv, seq, model_key):
+        if honest(self, kv, seq, model_key) is validity.PlanValidity.Valid:
+            return validity.PlanValidity.Valid
+        different = set(self.differences(kv, seq, model_key)) - {dropped}
+        if not different:
+            return validity.PlanValidity.Valid
+        only = different == {validity.ALLOCATION}
+        return validity.PlanValidity.AllocationChanged if only else validity.PlanValidity.Stale
+
+    monkeypatch.setattr(validity.SessionKey, "validity", forgetful)
+    try:
+        wrong, refused = drill(120, SEED)
+    except lk.LazyKvError:
+        return  # refused at the last moment by a check on symbols or bindings
+    assert wrong or refused
