@@ -43,11 +43,21 @@ from lazykv.errors import (
     SymbolRangeError,
     TopologyChanged,
 )
-from lazykv.graph import Graph, Tensor, attention, concat, where
+from lazykv.graph import (
+    Graph,
+    Tensor,
+    attention,
+    concat,
+    latent_attention,
+    ring_attention,
+    where,
+)
 from lazykv.ids import KvAllocId, ModelInstanceId
 from lazykv.kv.cache import KvCache
+from lazykv.kv.latent import LatentKvCache
 from lazykv.kv.layer import AuthorityState, KvLayer, KvSlot
 from lazykv.kv.layer_cache import KVCacheConfig, KVSpan, LayerKvCache
+from lazykv.kv.sliding import SlidingKvCache
 from lazykv.runtime.realize import plan, realize
 from lazykv.sessions.context import InferenceContext
 from lazykv.sessions.decode import DecodeSession

@@ -1,16 +1,20 @@
-"""Settings read from the environment, once, when lazykv is imported."""
+"""Settings read from the environment."""
 
 import os
 
 from lazykv.errors import RangeError
 
 
-def _count(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
+def plan_cache_size() -> int:
+    """Compiled programs kept for reuse (``LAZYKV_PLAN_CACHE``); the least recently used goes first.
+
+    Read when the first program is made, so that a bad value fails there and not at import.
+    """
+    text = os.environ.get("LAZYKV_PLAN_CACHE", "256")
     if not text.isdecimal() or int(text) < 1:
-        raise RangeError(f"{name}: got {text!r}, need a whole number of at least 1")
+        raise RangeError(f"LAZYKV_PLAN_CACHE: got {text!r}, need a whole number of at least 1")
     return int(text)
 
 
-PLAN_CACHE_SIZE = _count("LAZYKV_PLAN_CACHE", 256)
-"""Compiled programs kept for reuse; the least recently used one goes first."""
+POISON = os.environ.get("LAZYKV_POISON", "0") not in ("", "0")
+"""Debug: unfilled memory holds a pattern, and reading a cache row never written is an error."""

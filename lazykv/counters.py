@@ -1,5 +1,6 @@
 """Process totals, for tests and `lk.stats()`: counters instead of timers."""
 
+import os
 import threading
 from dataclasses import dataclass, replace
 
@@ -22,6 +23,16 @@ class Stats:
 
 _lock = threading.Lock()
 _totals = Stats()
+
+
+def _after_fork() -> None:
+    # A thread that held the lock does not exist in the child.
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def add(

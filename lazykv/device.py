@@ -7,6 +7,7 @@ point's name is the location's kind, its value a `Backend` class).
 
 import importlib
 import importlib.metadata
+import os
 import re
 import threading
 from abc import ABC, abstractmethod
@@ -101,6 +102,8 @@ class Backend(ABC):
 
     name: ClassVar[str]
     install_hint: ClassVar[str] = "install the package that provides it"
+    survives_fork: ClassVar[bool] = False
+    """Whether its memory can be used in a forked child; contexts of devices cannot."""
     xp: Any
     """The array namespace of portable op bodies."""
 
@@ -136,14 +139,15 @@ class Backend(ABC):
         """The kernel for an op on these operands, or None if this backend has none."""
 
 
+_ENTRY_POINTS = "lazykv.backends"
 _BUILTIN = {
     "cpu": "lazykv.backends.cpu:CpuBackend",
     "sim": "lazykv.backends.sim:SimBackend",
 }
 _HINTS = {
-    "cuda": "install CuPy with: pip install 'lazykv[cuda13]' (or 'lazykv[cuda12]')",
+    "cuda": "it takes CuPy (pip install 'lazykv[cuda13]' or 'lazykv[cuda12]') and a CUDA backend, "
+    f"which this version lacks; one may register as entry point 'cuda' in {_ENTRY_POINTS!r}",
 }
-_ENTRY_POINTS = "lazykv.backends"
 
 
 class _Registry:
@@ -157,9 +161,11 @@ class _Registry:
         self.backends: dict[str, Backend] = {}
         self.generations: dict[str, int] = {}
         self.epoch = 0
+        self.lost_in_fork: set[str] = set()
 
     def replace(self, kind: str, backend: Backend | None) -> None:
         with self.lock:
+            self.lost_in_fork.discard(kind)
             if backend is None:
                 self.backends.pop(kind, None)
             else:
@@ -171,13 +177,29 @@ class _Registry:
         found = self.backends.get(kind)
         if found is not None:
             return found
+        if kind in self.lost_in_fork:
+            raise BackendUnavailable(
+                f"location kind {kind!r}: got a forked child of the process that uses it, need a "
+                "process of its own; start it with spawn"
+            )
         with self.lock:
             if kind not in self.backends:
                 self.backends[kind] = _load(kind)
             return self.backends[kind]
 
+    def after_fork(self) -> None:
+        """In a forked child: devices are lost, and a thread that held the lock is gone."""
+        self.lock = threading.RLock()
+        for kind, backend in list(self.backends.items()):
+            if not backend.survives_fork:
+                self.replace(kind, None)
+                self.lost_in_fork.add(kind)
+
 
 registry = _Registry()
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=registry.after_fork)
 
 
 def _load(kind: str) -> Backend:

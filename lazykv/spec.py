@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import SupportsIndex, TypeAlias
 
 from lazykv.dtypes import DType
-from lazykv.errors import ShapeError
+from lazykv.errors import DTypeError, ShapeError
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -65,3 +65,13 @@ def as_axis(who: str, axis: SupportsIndex, rank: int) -> int:
     if not -rank <= a < rank:
         raise ShapeError(f"{who}: got axis {a} for rank {rank}, need {-rank} <= axis < {rank}")
     return a % rank if rank else a
+
+
+def whole(who: str, name: str, value: SupportsIndex) -> int:
+    """A caller's whole number, whatever its sign; nothing is rounded."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise DTypeError(f"{who}: got {name} {value!r}, need a whole number")

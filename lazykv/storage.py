@@ -1,14 +1,16 @@
 """Storage: a typed buffer in one location, behind a handle that plans hold on to."""
 
+import os
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_ident
-from typing import Any, SupportsIndex, TypeAlias
+from typing import Any, NoReturn, SupportsIndex, TypeAlias
 
 import numpy as np
 
-from lazykv import counters
+from lazykv import config, counters, poison
 from lazykv.device import Array, DeviceLike, DeviceLocation, HostArray, device, host_array
 from lazykv.dtypes import DType, DTypeLike, dtype, to_logical, to_raw
 from lazykv.errors import BindingError, DTypeError, ShapeError, StorageLockError, StorageTornError
@@ -79,6 +81,20 @@ class ReadWriteLock:
         self.owner = 0
         self.gate.release()
 
+    def after_fork(self) -> bool:
+        """In a forked child only the forking thread lives on: free what the others held. True if
+        one of them was writing."""
+        me = get_ident()
+        abandoned = self.owner not in (0, me)
+        self.gate = threading.Lock()
+        self.drained = threading.Condition()
+        self.readers = {me: self.readers[me]} if me in self.readers else {}
+        if self.owner == me:
+            self.gate.acquire()
+        else:
+            self.owner = 0
+        return abandoned
+
 
 class Storage:
     """A typed, contiguous buffer in one location.
@@ -90,7 +106,7 @@ class Storage:
     """
 
     __slots__ = ("__weakref__", "array", "dtype", "exporter", "frozen", "id", "location", "lock",
-                 "shape", "torn", "version")  # fmt: skip
+                 "row_log", "shape", "torn", "version")  # fmt: skip
 
     def __init__(
         self, array: Array, shape: Shape, dt: DType, location: DeviceLocation, *,
@@ -106,6 +122,9 @@ class Storage:
         self.version = 0
         self.torn = False
         self.lock = ReadWriteLock()
+        self.row_log: poison.RowLog | None = None
+        if not frozen:
+            _writable.add(self)
 
     @classmethod
     def allocate(
@@ -116,6 +135,8 @@ class Storage:
         where = device(device_)
         buffer = where.backend.allocate(spec.nbytes, where.location)
         counters.add(allocations=1)
+        if config.POISON:
+            poison.fill(where.backend, buffer, spec.nbytes)
         array = where.backend.view(buffer, spec.dtype, Layout.contiguous(spec.shape))
         return cls(array, spec.shape, spec.dtype, where.location)
 
@@ -191,6 +212,8 @@ class Storage:
         else:
             self.torn = False
             self.version += 1
+            if self.row_log is not None:  # which rows the block wrote is not known
+                self.row_log.note(0, len(self.row_log.written))
         finally:
             self.lock.release_write()
 
@@ -226,6 +249,15 @@ class Storage:
         """The raw bits, for Python 3.12 and later (PEP 688)."""
         return memoryview(self.array)
 
+    def __copy__(self) -> "Storage":
+        return self  # a handle: a second object with this id would have a state of its own
+
+    def __deepcopy__(self, memo: object) -> "Storage":
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise BindingError(f"{self!r}: got a pickle, need bytes; use to_numpy()")
+
     def __len__(self) -> int:
         if not self.shape:
             raise ShapeError(f"{self!r}: got len() of a rank-0 storage, need rank >= 1")
@@ -237,6 +269,20 @@ class Storage:
     def __repr__(self) -> str:
         state = " frozen" if self.frozen else " torn" if self.torn else ""
         return f"Storage(id={self.id}, {self.spec} on {self.location}{state})"
+
+
+_writable: weakref.WeakSet[Storage] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """What a thread of the parent was writing is torn in the child, and locked by nobody."""
+    for storage in _writable:
+        if storage.lock.after_fork():
+            storage.torn = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 Claim: TypeAlias = tuple[Storage, bool]

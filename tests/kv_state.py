@@ -1,13 +1,28 @@
 """What a cache is, as plain values: to show that a refused call changed nothing."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import settings
 
 import lazykv as lk
+
+
+def machine_settings() -> settings:
+    """How long state machines run: LAZYKV_MACHINE_EXAMPLES runs of LAZYKV_MACHINE_STEPS verbs."""
+    return settings(
+        max_examples=int(os.environ.get("LAZYKV_MACHINE_EXAMPLES", "200")),
+        stateful_step_count=int(os.environ.get("LAZYKV_MACHINE_STEPS", "50")),
+    )
+
+
+def raw_bytes(store: lk.Storage) -> bytes:
+    """The bytes of a storage, torn or not, wherever it lies."""
+    return lk.device(store.location).backend.copy_out(store.array).tobytes()
 
 
 def state(cache: lk.KvCache) -> dict[str, Any]:
@@ -16,7 +31,7 @@ def state(cache: lk.KvCache) -> dict[str, Any]:
     for i, layer in enumerate(cache.layers):
         for name, store in () if layer is None else (("k", layer.k), ("v", layer.v)):
             version = getattr(layer, f"{name}_version")
-            slots[i, name] = (int(store.id), store.version, version, store.array.tobytes())
+            slots[i, name] = (int(store.id), store.version, version, raw_bytes(store))
     fields = (cache.cached_len, cache.max_seq_len, cache.dtype, cache.device_location())
     return {"fields": fields, "alloc_id": int(cache.alloc_id()), "slots": slots}
 

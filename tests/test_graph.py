@@ -107,7 +107,7 @@ CASES: list[Case] = [
     ("cast", lambda n: n.v.cast("f31"), DTypeError, ["f31"]),
     ("index count", lambda n: n.v[0, 0], ShapeError, ["2 indices", "rank 1"]),
     ("index end", lambda n: n.v[4], RangeError, ["4"]),
-    ("index below", lambda n: n.v[-5], RangeError, ["-1"]),
+    ("index below", lambda n: n.v[-5], RangeError, ["-5"]),
     ("index slice", lambda n: n.v[2:7], RangeError, ["5"]),
     ("index step", lambda n: n.v[::-1], GraphError, ["step -1"]),
     ("index kind", lambda n: n.v[1.0], SymbolError, ["1.0"]),

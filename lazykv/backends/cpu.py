@@ -12,16 +12,21 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from lazykv.backends.cpu_latent import LATENT_ATTENTION, runs_latent
+from lazykv.backends.cpu_ring import RING_ATTENTION, runs_ring
+from lazykv.backends.cpu_rows import divide_rows, exp_in_place, widen_rows
 from lazykv.device import CPU, Array, Backend, Call, DeviceLocation, HostArray, Kernel, Step
 from lazykv.dtypes import DType, f32, to_logical
 from lazykv.errors import OutOfMemory
 from lazykv.layout import Layout
 from lazykv.ops import elementwise as ew
 from lazykv.ops.attention import Attention
+from lazykv.ops.latent_attention import LatentAttention
 from lazykv.ops.matmul import MatMul
 from lazykv.ops.move import Copy, Take
 from lazykv.ops.norm import RmsNorm
 from lazykv.ops.op import Op
+from lazykv.ops.ring_attention import RingAttention
 from lazykv.ops.rope import Rope
 from lazykv.ops.sources import ZeroFill
 from lazykv.ops.views import View
@@ -37,6 +42,7 @@ class CpuBackend(Backend):
     """Serves ``cpu``."""
 
     name: ClassVar[str] = "cpu"
+    survives_fork: ClassVar[bool] = True
     xp = np
 
     def locations(self) -> tuple[DeviceLocation, ...]:
@@ -402,20 +408,9 @@ def _attend_narrow(
     bits: bool, wide_k: Array, wide_v: Array, flat: Array, scaled: Array, total: Array,
 ) -> None:  # fmt: skip
     live = int(source[0][source[1]])
-    k32 = _widen_rows(k[:live], wide_k, bits)
-    v32 = _widen_rows(v[:live], wide_v, bits)
+    k32 = widen_rows(k[:live], wide_k, bits)
+    v32 = widen_rows(v[:live], wide_v, bits)
     _attend_many(op, scale, source, q, k32[None], v32[None], out, flat, scaled, total)
-
-
-def _widen_rows(rows: Array, flat: Array, bits: bool) -> Array:
-    """Rows as f32 in scratch; a bf16 is the upper half of the f32 of the same value."""
-    wide = flat[: rows.size].reshape(rows.shape)
-    if bits:
-        np.copyto(wide.view(np.uint32), rows)
-        np.left_shift(wide.view(np.uint32), 16, wide.view(np.uint32))
-    else:
-        np.copyto(wide, rows)
-    return wide
 
 
 def _length_reader(call: Call) -> tuple[Any, Any]:
@@ -451,19 +446,10 @@ def _attend_one(
     np.multiply(q, scale, scaled)
     np.matmul(scaled, kt[:, :, first:live], scores)
     np.maximum.reduce(scores, 2, None, total, True)  # type: ignore[call-overload]
-    _exp_in_place(scores, total)
+    exp_in_place(scores, total)
     np.add.reduce(scores, 2, None, total, True)  # type: ignore[call-overload]
     np.matmul(scores, v[:, first:live], out)
-    _divide_rows(out, total)
-
-
-def _exp_in_place(scores: Array, top: Array) -> None:
-    np.subtract(scores, top, scores)
-    np.exp(scores, scores)
-
-
-def _divide_rows(out: Array, total: Array) -> None:
-    np.divide(out, total, out)
+    divide_rows(out, total)
 
 
 def _attend_many(
@@ -494,10 +480,10 @@ def _attend_many(
                 seen = _visible(op, place + start, place + stop, first, last)
                 np.copyto(scores, np.float32(-np.inf), where=~seen)
             np.maximum.reduce(scores, 2, None, total[:, :m], True)  # type: ignore[call-overload]
-            _exp_in_place(scores, total[:, :m])
+            exp_in_place(scores, total[:, :m])
             np.add.reduce(scores, 2, None, total[:, :m], True)  # type: ignore[call-overload]
             out[mine, start:stop] = np.matmul(scores, v[head, first:last])
-            _divide_rows(out[mine, start:stop], total[:, :m])
+            divide_rows(out[mine, start:stop], total[:, :m])
 
 
 def _visible(op: Attention, start: int, stop: int, first: int, last: int) -> Array:
@@ -521,6 +507,8 @@ _KERNELS: dict[type[Op], list[tuple[_Rule, Kernel]]] = {
         (_attention_rule, Kernel(_attention, _attention_scratch)),
         (_narrow_rule, Kernel(_narrow_attention, _narrow_scratch)),
     ],
+    LatentAttention: [(runs_latent, LATENT_ATTENTION)],
+    RingAttention: [(runs_ring, RING_ATTENTION)],
     ew.Silu: [(_all_f32, Kernel(_silu))],
 }
 for _view in View.__subclasses__():

@@ -31,6 +31,7 @@ EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
     (EnvironmentMissing, ENVIRONMENT_MISSING),
     (BackendUnavailable, ENVIRONMENT_MISSING),
     (OutOfMemory, ENVIRONMENT_MISSING),
+    (MemoryError, ENVIRONMENT_MISSING),
     (UsageError, USAGE),
     (ShapeError, USAGE),
     (DTypeError, USAGE),

@@ -12,7 +12,7 @@ from typing import Any
 from lazykv import counters
 from lazykv.cli.arguments import count, number, whole
 from lazykv.cli.exits import OK, UsageError
-from lazykv.kv.cache import KvCache
+from lazykv.kv.pairs import KvPairCache
 from lazykv.models import LlamaModel, generate, load
 from lazykv.models.sampling import Sampler, StopStrings
 from lazykv.models.weights import Progress
@@ -143,7 +143,7 @@ class _Run:
                 f"PROMPT: got {len(ids)} tokens, need at most {limit}; --max-seq-len sets the limit"
             )
         # The last token's row is never needed, so the budget counts one less.
-        self.cache: KvCache = model.new_cache(min(limit, len(ids) + args.max_new_tokens - 1))
+        self.cache: KvPairCache = model.new_cache(min(limit, len(ids) + args.max_new_tokens - 1))
         self.started = self.first = self.ended = time.perf_counter()
         self.stream = generate(
             model, ids, args.max_new_tokens, args.temperature, args.top_k, args.top_p, args.seed,
@@ -165,7 +165,6 @@ class _Run:
         held = [*self.cache.held.values(), *([session] if session else [])]
         seconds = self.ended - self.first
         steps = len(self.ids) - 1
-        c = self.model.config
         return Stats(
             prompt_tokens=len(self.prompt_ids),
             new_tokens=len(self.ids),
@@ -176,9 +175,9 @@ class _Run:
             plan_hits=session.realize_count - 1 if session else 0,
             peak_bytes=max((s.plan.peak_bytes for s in held), default=0),
             weights_bytes=self.model.weights.nbytes,
-            cache_bytes=KvCache.footprint(
-                c.n_layers, c.n_kv_heads, c.head_dim, self.cache.max_seq_len or 0,
-                self.cache.dtype or "f32",
+            cache_bytes=sum(
+                storage.nbytes for layer in self.cache.layers if layer is not None
+                for storage in (layer.k, layer.v)
             ),
         )  # fmt: skip
 

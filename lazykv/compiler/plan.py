@@ -7,10 +7,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from lazykv import counters
+from lazykv import config, counters
 from lazykv.compiler.manifest import Manifest
 from lazykv.compiler.program import Home, Program, ProgramStep
-from lazykv.compiler.registers import Registers
+from lazykv.compiler.registers import Registers, Staged
+from lazykv.compiler.row_watch import RowWatch
 from lazykv.device import (
     HostArray,
     Step,
@@ -67,6 +68,7 @@ class Plan:
         self._registers = Registers(program)
         self._calls: list[Step] = []
         self._claims: tuple[Claim, ...] = ()
+        self._watch: RowWatch | None = None
         self._stale = set(range(len(self.leaves)))
         self._epoch = registry.epoch
         self._generations = {place: generation(place) for place in program.locations}
@@ -204,10 +206,7 @@ class Plan:
         """Make the calls for leaves whose storage changed; everything is checked first."""
         if self._stale:
             self._check_bindings(self._storages)
-            staged = self._registers.stage(self._storages, self._stale)
-            self._calls = self._registers.commit(staged)
-            self._claims = self._make_claims()
-            self._stale.clear()
+            self._commit(self._registers.stage(self._storages, self._stale))
 
     def rebind(self, storages: Mapping[Tensor, Storage]) -> None:
         """Bind other storages to placeholders, all of them or none.
@@ -225,8 +224,13 @@ class Plan:
             self._inputs.pop(n, None)
             self._refills.pop(n, None)
         self._storages = after
+        self._commit(staged)
+
+    def _commit(self, staged: Staged) -> None:
         self._calls = self._registers.commit(staged)
         self._claims = self._make_claims()
+        if config.POISON:
+            self._watch = RowWatch(self.program, self._storages, self._registers)
         self._stale.clear()
 
     def _check_bindings(self, storages: Sequence[Storage | None]) -> None:
@@ -313,6 +317,8 @@ class Plan:
         claims = self._claims
         acquire_all(claims)
         try:
+            if self._watch is not None:
+                self._watch.begin()
             calls = iter(self._calls)
             try:
                 with np.errstate(all="ignore"):  # inf and NaN are results, not news
@@ -326,6 +332,8 @@ class Plan:
             for store, written in claims:
                 if written:
                     store.version += 1
+            if self._watch is not None:
+                self._watch.end()
         finally:
             release_all(claims)
         self.runs += 1

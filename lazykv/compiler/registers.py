@@ -102,14 +102,16 @@ class Registers:
         operands = tuple(arrays[i] for i in step.inputs)
         if isinstance(step.op, Output):
             backend = device(registers[step.output].location).backend
-            return [(self._hand_over, (step.op.position, backend, operands[0]))]
+            return [
+                (_hand_over, (self.results, step.op.position, backend, operands[0], self.scalars))
+            ]
         out = arrays[step.output]
         source = (
             registers[step.inputs[0]].location if step.inputs else registers[step.output].location
         )
         if isinstance(step.op, Copy) and source != registers[step.output].location:
             ends = (device(source).backend, device(registers[step.output].location).backend)
-            return [(self._transfer, (*ends, operands[0], out))]
+            return [(_transfer, (*ends, operands[0], out, self.scalars))]
         assert step.kernel is not None, "only results have no kernel"
         specs = tuple(registers[i].spec for i in step.inputs)
         scratch = tuple(arrays[i] for i in step.scratch)
@@ -119,16 +121,6 @@ class Registers:
         if any(isinstance(a, Moving) for a in (*operands, out)):
             return [(_run_moving, (step.kernel, call))]
         return step.kernel.emit(call)
-
-    def _now(self, operand: Any) -> Array:
-        return operand.view(self.scalars) if isinstance(operand, Moving) else operand
-
-    def _hand_over(self, position: int, backend: Backend, operand: Any) -> None:
-        self.results[position] = backend.copy_out(self._now(operand))
-
-    def _transfer(self, source: Backend, dest: Backend, operand: Any, out: Array) -> None:
-        """Between two locations by way of the host."""
-        dest.copy_in(out, source.copy_out(self._now(operand)))
 
     def take_results(self) -> list[HostArray]:
         """The results of this pass; the next pass makes new ones."""
@@ -144,6 +136,25 @@ def _operand(backend: Backend, buffer: Array, r: Register, first: int) -> Any:
     assert isinstance(layout.offset, int), "a compiled offset is a number or a slot"
     at = Layout(first + layout.offset, layout.shape, layout.strides)
     return backend.view(buffer, r.spec.dtype, at)
+
+
+# Calls hold the lists they use and not their `Registers`: a plan must go when its last user does,
+# and a cycle would keep its arenas.
+
+
+def _now(operand: Any, scalars: list[int]) -> Array:
+    return operand.view(scalars) if isinstance(operand, Moving) else operand
+
+
+def _hand_over(
+    results: list[Any], position: int, backend: Backend, operand: Any, scalars: list[int]
+) -> None:
+    results[position] = backend.copy_out(_now(operand, scalars))
+
+
+def _transfer(source: Backend, dest: Backend, operand: Any, out: Array, scalars: list[int]) -> None:
+    """Between two locations by way of the host."""
+    dest.copy_in(out, source.copy_out(_now(operand, scalars)))
 
 
 def _run_moving(kernel: Kernel, call: Call) -> None:

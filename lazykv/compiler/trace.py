@@ -6,7 +6,7 @@ and no identities: two graphs of one structure trace to equal keys.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from operator import itemgetter
 from typing import Any
 
@@ -57,7 +57,7 @@ def reachable(targets: Sequence[Tensor]) -> list[Tensor]:
     return [seen[i] for i in sorted(seen)]
 
 
-@cache
+@lru_cache(maxsize=1024)
 def stand_in(position: int, low: int, high: int | None) -> Sym:
     """The symbol that takes the place of the user's n-th one, so that structure has no identity."""
     return Sym(f"s{position}", low, high)

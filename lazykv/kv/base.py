@@ -5,7 +5,7 @@ mints a new one. Rollback and truncation are one primitive: the length moves, no
 """
 
 from types import TracebackType
-from typing import Any, Self, SupportsIndex
+from typing import Any, NoReturn, Self, SupportsIndex
 
 from lazykv.device import DeviceLocation
 from lazykv.errors import GraphError, RangeError
@@ -80,6 +80,7 @@ class RowCache:
         else:
             # Rows of an open step stand at the old length: they cannot become part of the new one.
             self.drop_open_step()
+            self.note_written(rows)
             self._cached_len = rows
 
     def __len__(self) -> int:
@@ -87,6 +88,12 @@ class RowCache:
 
     def __bool__(self) -> bool:
         return True
+
+    def __reduce__(self) -> NoReturn:
+        # Also what copy.copy asks for: two caches of one storage and id would count separately.
+        raise GraphError(
+            f"{self!r}: got a copy or a pickle, need a new cache; append live rows to it"
+        )
 
     def truncate_to(self, n: SupportsIndex) -> None:
         """Lower the live length; a larger n does nothing. Storage, id and plans stay.
@@ -100,6 +107,9 @@ class RowCache:
     def reset(self) -> None:
         """Rewind to length 0, keeping buffers and id."""
         self.truncate_to(0)
+
+    def note_written(self, length: int) -> None:
+        """Rows up to `length` are, or may be, written; a ring notes which rows they replaced."""
 
     def check_rewind(self, rows: int) -> None:
         """Refuse a length whose rows are gone; a cache that keeps every row refuses none."""

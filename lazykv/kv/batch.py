@@ -1,12 +1,12 @@
 """Whole-cache moves as graphs: more capacity, other sequences, another order of sequences."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lazykv.errors import RangeError
+from lazykv.errors import DTypeError, RangeError
 from lazykv.graph import Graph, Tensor
 from lazykv.kv.rows import whole
 from lazykv.runtime.realize import allocate, run_effects
@@ -19,6 +19,8 @@ whole capacity."""
 
 def as_index(who: str, index: Sequence[SupportsIndex], batch: int) -> list[int]:
     """Numbers of sequences, each in 0..batch."""
+    if not isinstance(index, Iterable):
+        raise DTypeError(f"{who}: got {type(index).__name__}, need a sequence of indices")
     rows = [whole(who, "index", i) for i in index]
     for i in rows:
         if not 0 <= i < batch:
@@ -30,6 +32,8 @@ def reorder_rows(storages: Sequence[Storage], index: Sequence[int], live: int) -
     """Permute (or repeat) the sequences of each storage in place, over the live rows."""
     if not storages or live == 0 or list(index) == list(range(len(index))):
         return
+    for storage in storages:
+        storage.check_writable()
     rows = min(-(-live // _ROW_STEP) * _ROW_STEP, storages[0].shape[2])
     graph = Graph()
     order = graph.const(_indices(index))
@@ -37,7 +41,14 @@ def reorder_rows(storages: Sequence[Storage], index: Sequence[int], live: int) -
     for storage in storages:
         slab = graph.const(storage).slice(2, 0, rows)
         writes.append(slab.write_slice(slab.take(order), [(0, n) for n in slab.shape]))
-    run_effects(writes)
+    logs = [storage.row_log for storage in storages]
+    for storage in storages:
+        storage.row_log = None
+    try:
+        run_effects(writes)
+    finally:  # moving rows writes none that was not written before
+        for storage, log in zip(storages, logs, strict=True):
+            storage.row_log = log
 
 
 def replace_storages(
@@ -49,11 +60,11 @@ def replace_storages(
     return allocate([make(graph.const(storage)) for storage in storages])
 
 
-def grown(slot: Tensor, capacity: int) -> Tensor:
-    """The same rows in a longer buffer, zeros behind them."""
-    batch, heads, rows, dim = slot.shape
-    fresh = _alloc_like(slot, (batch, heads, capacity, dim)).zero_fill()
-    return fresh.at[:, :, :rows].set(slot)
+def grown(slot: Tensor, capacity: int, axis: int = 2) -> Tensor:
+    """The same rows in a buffer of `capacity` rows on `axis`, zeros behind them."""
+    shape = (*slot.shape[:axis], capacity, *slot.shape[axis + 1 :])
+    fresh = _alloc_like(slot, shape).zero_fill()
+    return fresh.write_slice(slot, [(0, n) for n in slot.shape])
 
 
 def selected(slot: Tensor, index: Sequence[int]) -> Tensor:
@@ -61,6 +72,14 @@ def selected(slot: Tensor, index: Sequence[int]) -> Tensor:
     taken = slot.take(slot.graph.const(_indices(index)))
     fresh = _alloc_like(slot, taken.shape)
     return fresh.write_slice(taken, [(0, n) for n in taken.shape])
+
+
+def repeated(slot: Tensor, times: int) -> Tensor:
+    """A buffer of every sequence `times` times in a row."""
+    batch, *rest = slot.shape
+    copies = slot.unsqueeze(1).broadcast_to((batch, times, *rest))
+    fresh = _alloc_like(slot, (batch * times, *rest))
+    return fresh.write_slice(copies.reshape(fresh.shape), [(0, n) for n in fresh.shape])
 
 
 def _alloc_like(slot: Tensor, shape: tuple[int, ...]) -> Tensor:

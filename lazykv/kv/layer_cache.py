@@ -1,5 +1,7 @@
 """LayerKvCache: one sequence, one layer, f32 rows in one shared, locked buffer."""
 
+import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -8,10 +10,20 @@ from typing import Any, SupportsIndex, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lazykv.device import HostArray
+from lazykv import config as settings
+from lazykv.device import HostArray, host_array
 from lazykv.dtypes import dtype, f32
-from lazykv.errors import DTypeError, GraphError, RangeError, ShapeError
-from lazykv.spec import Spec, as_shape
+from lazykv.errors import (
+    BindingError,
+    DTypeError,
+    GraphError,
+    RangeError,
+    ShapeError,
+    StorageTornError,
+)
+from lazykv.kv.rows import count
+from lazykv.poison import RowLog
+from lazykv.spec import Spec
 from lazykv.storage import ReadWriteLock, Storage
 
 R = TypeVar("R")
@@ -81,16 +93,30 @@ class KVSpan:
 class _Shared:
     """What every handle of one cache shares: the buffer ``[2, max, width]``, length and lock."""
 
-    __slots__ = ("length", "lock", "storage")
+    __slots__ = ("__weakref__", "length", "lock", "storage")
 
     def __init__(self) -> None:
         self.storage: Storage | None = None
         self.length = 0
         self.lock = ReadWriteLock()
+        _all_shared.add(self)
+
+
+_all_shared: weakref.WeakSet[_Shared] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for shared in _all_shared:
+        if shared.lock.after_fork() and shared.storage is not None:
+            shared.storage.torn = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 class LayerKvCache:
-    """Keys and values of one layer for one sequence.
+    """Keys and values of one layer for one sequence; `config` says how large.
 
     A `copy.copy` is another handle to the same rows.
 
@@ -98,16 +124,24 @@ class LayerKvCache:
     waits for readers to leave and goes before later ones. Writing from inside a read is refused.
     """
 
-    __slots__ = ("_shared", "config")
+    __slots__ = ("_config", "_shared")
 
     def __init__(self, config: KVCacheConfig | None = None) -> None:
-        self.config = KVCacheConfig() if config is None else config
+        config = KVCacheConfig() if config is None else config
+        if not isinstance(config, KVCacheConfig):
+            got = type(config).__name__
+            raise BindingError(f"LayerKvCache: got {got} as config, need a KVCacheConfig")
+        self._config = config
         self._shared = _Shared()
 
     def __copy__(self) -> "LayerKvCache":
         other = LayerKvCache(self.config)
         other._shared = self._shared
         return other
+
+    @property
+    def config(self) -> KVCacheConfig:
+        return self._config
 
     # Writing
 
@@ -116,16 +150,19 @@ class LayerKvCache:
 
         Called again it never loses data and never shrinks. `seq_len` 0 is an error.
         """
-        n = as_shape("LayerKvCache.initialize", (seq_len,))[0]
-        if n == 0:
-            raise RangeError("LayerKvCache.initialize: got seq_len 0, need at least 1")
+        n = count("LayerKvCache.initialize", "seq_len", seq_len, 1)
         rows = self.config.max_tokens_per_seq
         with self._writing("initialize"):
             if self._shared.storage is None:
                 storage = Storage.allocate((2, rows, self.config.token_width), f32)
                 storage.array.fill(0)
+                if settings.POISON:
+                    storage.row_log = RowLog("LayerKvCache", 1, rows)
                 self._shared.storage = storage
             self._shared.length = max(self._shared.length, min(n, rows))
+            log = self._buffer("initialize").row_log
+            if log is not None:  # tokens declared valid count as written, with zeros
+                log.note(0, min(n, rows))
 
     def write_kv(self, token_idx: SupportsIndex, keys: object, values: object) -> None:
         """One token's keys and values ``[width]``; the length grows to ``token_idx + 1``."""
@@ -139,16 +176,23 @@ class LayerKvCache:
         with self._writing("write_kv"):
             storage = self._buffer("write_kv")
             keys, values = storage.array
-            for i, k, v in checked:
-                keys[i] = k
-                values[i] = v
+            try:
+                for i, k, v in checked:
+                    keys[i] = k
+                    values[i] = v
+            except BaseException:  # all entries fit, so only an interrupt ends this midway
+                storage.torn = True
+                raise
+            if storage.row_log is not None:
+                for i, _, _ in checked:
+                    storage.row_log.note(i, i + 1)
             self._shared.length = max(self._shared.length, *(i + 1 for i, _, _ in checked))
             storage.version += 1
 
     def _entry(
         self, token_idx: SupportsIndex, keys: object, values: object
     ) -> tuple[int, Row, Row]:
-        (i,) = as_shape("LayerKvCache.write_kv", (token_idx,))
+        i = count("LayerKvCache.write_kv", "token", token_idx)
         if i >= self.config.max_tokens_per_seq:
             raise RangeError(
                 f"LayerKvCache.write_kv: got token {i}, need 0 <= token < "
@@ -158,7 +202,9 @@ class LayerKvCache:
         return i, self._row("keys", keys), self._row("values", values)
 
     def _row(self, what: str, value: object) -> Row:
-        array = value if isinstance(value, np.ndarray) else np.asarray(value, np.float32)
+        array = host_array(value)
+        if isinstance(value, list | tuple) and array.dtype.kind in "iuf":
+            array = array.astype(np.float32)  # Python numbers have no dtype that could differ
         spec = Spec(array.shape, dtype(array.dtype))
         if array.shape != (self.config.token_width,):
             need = Spec((self.config.token_width,), f32)
@@ -173,7 +219,7 @@ class LayerKvCache:
 
     def with_read_kv(self, token_idx: SupportsIndex, f: Callable[[Row, Row], R]) -> R:
         """``f(keys, values)`` on read-only views ``[width]`` of one token, under the read lock."""
-        (i,) = as_shape("LayerKvCache.with_read_kv", (token_idx,))
+        i = count("LayerKvCache.with_read_kv", "token", token_idx)
         with self._reading("with_read_kv", i, i + 1) as (keys, values):
             return f(keys[0], values[0])
 
@@ -181,7 +227,7 @@ class LayerKvCache:
         self, start: SupportsIndex, end: SupportsIndex, f: Callable[[KVSpan], R]
     ) -> R:
         """``f(span)`` on read-only views ``[end - start, width]``, under the read lock."""
-        first, last = as_shape("LayerKvCache.with_read_range", (start, end))
+        first, last = _range("with_read_range", start, end)
         with self._reading("with_read_range", first, last) as (keys, values):
             span = KVSpan(keys, values, first, last)
             try:
@@ -204,11 +250,16 @@ class LayerKvCache:
 
         Larger outputs are accepted, too small ones refused before anything is copied.
         """
-        first, last = as_shape("LayerKvCache.read_range_into", (start, end))
+        first, last = _range("read_range_into", start, end)
         size = max(0, last - first) * self.config.token_width
         outs = [
             _output(what, out, size) for what, out in (("keys", keys_out), ("values", values_out))
         ]
+        if np.shares_memory(outs[0], outs[1]):
+            raise BindingError(
+                "LayerKvCache.read_range_into: got keys_out and values_out that share memory, need "
+                "two arrays"
+            )
         with self._reading("read_range_into", first, last) as rows:
             for out, part in zip(outs, rows, strict=True):
                 out.reshape(part.shape)[...] = part
@@ -230,6 +281,10 @@ class LayerKvCache:
     def _buffer(self, who: str) -> Storage:
         if self._shared.storage is None:
             raise GraphError(f"LayerKvCache.{who}: got no buffer, need initialize(seq_len) first")
+        if self._shared.storage.torn:
+            raise StorageTornError(
+                f"LayerKvCache.{who}: got rows whose writer failed midway, need a new cache"
+            )
         return self._shared.storage
 
     @contextmanager
@@ -250,6 +305,8 @@ class LayerKvCache:
                     f"LayerKvCache.{who}: got tokens {start}..{end}, need 0 <= start <= end <= "
                     f"length {length}"
                 )
+            if storage.row_log is not None:
+                storage.row_log.check(f"LayerKvCache.{who}", start, end)
             rows = storage.array[:, start:end]
             rows.flags.writeable = False
             yield rows[0], rows[1]
@@ -259,6 +316,11 @@ class LayerKvCache:
     def __repr__(self) -> str:
         c, n = self.config, self._shared.length
         return f"LayerKvCache({n} of {c.max_tokens_per_seq} tokens x {c.token_width})"
+
+
+def _range(who: str, start: SupportsIndex, end: SupportsIndex) -> tuple[int, int]:
+    who = f"LayerKvCache.{who}"
+    return count(who, "start", start), count(who, "end", end)
 
 
 def _output(what: str, out: HostArray, size: int) -> HostArray:

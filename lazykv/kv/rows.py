@@ -1,10 +1,10 @@
 """Rows of a cache: what a caller may hand in, where rows may go, and the write itself.
 
-A row is one token's place on axis 2 of ``[B, n_kv_heads, capacity, head_dim]``. Every way into a
-cache decides here, before the first byte moves.
+A row is one token's place on a slot's axis of rows: axis 2 of ``[B, n_kv_heads, capacity,
+head_dim]``, axis 0 of ``[capacity, ...]``. Every way into a cache decides here, before the first
+byte moves.
 """
 
-import operator
 from collections.abc import Sequence
 from typing import SupportsIndex
 
@@ -16,19 +16,10 @@ from lazykv.errors import DTypeError, RangeError, ShapeError
 from lazykv.graph import Graph, Tensor
 from lazykv.kv.layer import KvSlot
 from lazykv.runtime.realize import run_effects
-from lazykv.spec import MAX_BYTES, Spec
+from lazykv.spec import MAX_BYTES, Shape, Spec
+from lazykv.spec import whole as whole
 from lazykv.storage import Storage
-from lazykv.symbols import Sym
-
-
-def whole(who: str, name: str, value: SupportsIndex) -> int:
-    """A caller's whole number, whatever its sign; nothing is rounded."""
-    try:
-        if not isinstance(value, bool):
-            return operator.index(value)
-    except TypeError:
-        pass
-    raise DTypeError(f"{who}: got {name} {value!r}, need a whole number")
+from lazykv.symbols import DimLike, Sym
 
 
 def count(who: str, name: str, value: SupportsIndex, least: int = 0) -> int:
@@ -39,7 +30,12 @@ def count(who: str, name: str, value: SupportsIndex, least: int = 0) -> int:
     return n
 
 
-def as_slot(who: str, slot: KvSlot | int) -> KvSlot:
+def counts(who: str, **values: SupportsIndex) -> tuple[int, ...]:
+    """Whole numbers of at least 1, in the order given."""
+    return tuple(count(who, name, value, 1) for name, value in values.items())
+
+
+def as_slot(who: str, slot: SupportsIndex) -> KvSlot:
     n = whole(who, "slot", slot)
     if n not in (KvSlot.K, KvSlot.V):
         raise RangeError(f"{who}: got slot {n}, need 0 (K) or 1 (V)")
@@ -55,21 +51,24 @@ def check_rows(who: str, start: int, n: int, capacity: int) -> None:
 
 
 def as_rows(
-    who: str, slot: KvSlot, value: object, want: DType, shape: tuple[int, int, int]
+    who: str, name: str, value: object, want: DType, lead: Shape, trail: Shape
 ) -> HostArray:
-    """A caller's rows ``[batch, heads, n, dim]`` (`shape` is all but n), already in the cache's
-    dtype: nothing is cast."""
+    """A caller's rows ``[*lead, n, *trail]`` for the slot `name`, already in the cache's dtype:
+    nothing is cast."""
     try:
         array = host_array(value)
     except (BufferError, RuntimeError, TypeError, ValueError) as e:
         raise DTypeError(
-            f"{who}: got {slot.name} of {type(value).__name__}, need an array of {want}"
+            f"{who}: got {name} of {type(value).__name__}, need an array of {want}"
         ) from e
-    have, (batch, heads, dim) = Spec(array.shape, dtype(array.dtype)), shape
-    if array.ndim != 4 or (have.shape[0], have.shape[1], have.shape[3]) != shape:
-        raise ShapeError(f"{who}: got {slot.name} {have}, need {want}[{batch},{heads},n,{dim}]")
+    have, axis = Spec(array.shape, dtype(array.dtype)), len(lead)
+    if len(have.shape) != axis + 1 + len(trail) or (
+        (have.shape[:axis], have.shape[axis + 1 :]) != (lead, trail)
+    ):
+        rule = ",".join(map(str, (*lead, "n", *trail)))
+        raise ShapeError(f"{who}: got {name} {have}, need {want}[{rule}]")
     if have.dtype is not want:
-        raise DTypeError(f"{who}: got {slot.name} {have}, need {want}; convert it first")
+        raise DTypeError(f"{who}: got {name} {have}, need {want}; convert it first")
     return array
 
 
@@ -85,27 +84,30 @@ def to_position_major(rows: HostArray) -> HostArray:
 
 
 def write_graph(
-    writes: Sequence[tuple[Storage, HostArray]], names: Sequence[str] | None = None
+    writes: Sequence[tuple[Storage, HostArray]], names: Sequence[str] | None = None, axis: int = 2
 ) -> tuple[list[Tensor], Sym]:
-    """The throwaway graph of an eager write: per slot a ``Const -> WriteSlice`` at a symbolic row.
+    """The throwaway graph of an eager write: per slot a ``Const -> WriteSlice`` at a symbolic row
+    of `axis`.
 
     The row is a symbol so that every position shares one compiled structure.
     """
     graph = Graph()
-    capacity, rows = writes[0][0].shape[2], writes[0][1].shape[2]
+    capacity, rows = writes[0][0].shape[axis], writes[0][1].shape[axis]
     start = Sym("start", 0, capacity - rows)
     out = []
     for n, (storage, values) in enumerate(writes):
         name = names[n] if names else None
         dest = graph.const(storage, name=name)
         src = graph.const(values, name=f"{name}.rows" if name else None)
-        out.append(dest.at[:, :, start : start + rows].set(src))
+        ranges: list[tuple[DimLike, DimLike]] = [(0, extent) for extent in dest.shape]
+        ranges[axis] = (start, start + rows)
+        out.append(dest.write_slice(src, ranges))
     return out, start
 
 
-def write_rows(writes: Sequence[tuple[Storage, HostArray]], start: int) -> None:
+def write_rows(writes: Sequence[tuple[Storage, HostArray]], start: int, axis: int = 2) -> None:
     """Write rows at one position into several slots, in one pass; no rows launch nothing."""
-    if writes[0][1].shape[2] == 0:
+    if writes[0][1].shape[axis] == 0:
         return
-    effects, at = write_graph(writes)
+    effects, at = write_graph(writes, axis=axis)
     run_effects(effects, env={at: start})

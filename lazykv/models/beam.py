@@ -36,7 +36,7 @@ def beam_search(
             f"beam_search: got {beams} beams and max_new_tokens {max_new_tokens}, need at least 1"
         )
     ends = frozenset(eos_ids)
-    cache = model.new_cache(tokens.size + max_new_tokens)
+    cache = model.full_cache(tokens.size + max_new_tokens)
     logits = model.prefill(tokens.tolist(), cache)[None]
     live, done = [Beam((), 0.0)], list[Beam]()
     for step in range(max_new_tokens):

@@ -50,7 +50,9 @@ class LlamaConfig:
     `rope_interleaved` tells how Q and K rows pair up for rotation: neighbours (2i, 2i+1) when
     true (GGUF files store rows in that order), halves (i, i + head_dim/2) when false (Hugging Face
     folders). `context_length` is in tokens. `tied_head` means the output projection is the
-    embedding table. `head_dim` is independent of `hidden_size / n_heads`.
+    embedding table. `head_dim` is independent of `hidden_size / n_heads`. `sliding_window` is how
+    many positions a query sees, its own included (Mistral 7B, arXiv:2310.06825, section 2; None:
+    all).
 
     Raises ModelFormatError naming the field, its value and the rule it breaks.
     """
@@ -69,10 +71,13 @@ class LlamaConfig:
     rope_interleaved: bool
     context_length: int
     tied_head: bool
+    sliding_window: int | None = None
 
     def __post_init__(self) -> None:
         for field in _EXTENTS:
             _need_extent(field, getattr(self, field))
+        if self.sliding_window is not None:
+            _need_extent("sliding_window", self.sliding_window)
         _need_positive("rms_eps", self.rms_eps)
         _need_positive("rope_theta", self.rope_theta)
         if self.head_dim % 2:

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lazykv.errors import RangeError, ShapeError
-from lazykv.kv.cache import KvCache
+from lazykv.kv.pairs import KvPairCache
 from lazykv.kv.rows import count
 from lazykv.models.model import LlamaModel
 from lazykv.models.sampling import Sampler, StopStrings
@@ -35,7 +35,7 @@ def generate(
     model: LlamaModel, prompt: str | Iterable[SupportsIndex], max_new_tokens: SupportsIndex = 128,
     temperature: float = 0, top_k: int | None = None, top_p: float | None = None,
     seed: int | None = None, stop: str | Iterable[str] | None = None, *,
-    max_seq_len: SupportsIndex | None = None, cache: KvCache | None = None,
+    max_seq_len: SupportsIndex | None = None, cache: KvPairCache | None = None,
     ctx: InferenceContext | None = None,
 ) -> Iterator[Piece]:  # fmt: skip
     """Yield one `Piece` per generated token; joined they are the generated text.
@@ -71,7 +71,7 @@ def generate(
 
 def _stream(
     model: LlamaModel, ids: NDArray[np.int64], budget: int, sampler: Sampler,
-    stops: StopStrings, cache: KvCache, ctx: InferenceContext | None,
+    stops: StopStrings, cache: KvPairCache, ctx: InferenceContext | None,
 ) -> Iterator[Piece]:  # fmt: skip
     text = model.tokenizer.stream(skip_special=True)
     ends = frozenset(model.tokenizer.eos_ids)
@@ -91,7 +91,7 @@ def _stream(
 
 
 def _finish_reason(
-    token: int, ends: frozenset[int], stops: StopStrings, made: int, budget: int, cache: KvCache
+    token: int, ends: frozenset[int], stops: StopStrings, made: int, budget: int, cache: KvPairCache
 ) -> str | None:
     if token in ends or stops.stopped:
         return "stop"

@@ -86,7 +86,7 @@ def _config(fields: Fields, header: GgufHeader, divisors: TensorSource | None) -
     n_heads = fields.per_layer_integer("llama.attention.head_count", n_layers)
     context = fields.integer("llama.context_length")
     head_dim = _head_dim(fields, hidden, n_heads)
-    _refuse_variants(fields, context)
+    _refuse_variants(fields)
     return LlamaConfig(
         architecture=architecture,
         vocab_size=_vocab_size(fields, shapes.get("token_embd.weight", ())),
@@ -102,6 +102,7 @@ def _config(fields: Fields, header: GgufHeader, divisors: TensorSource | None) -
         rope_interleaved=True,
         context_length=context,
         tied_head="output.weight" not in shapes,
+        sliding_window=_sliding_window(fields, n_layers, context),
     )
 
 
@@ -133,7 +134,7 @@ def _head_dim(fields: Fields, hidden: int, n_heads: int) -> int:
     return head_dim
 
 
-def _refuse_variants(fields: Fields, context: int) -> None:
+def _refuse_variants(fields: Fields) -> None:
     for key, neutral in _NEUTRAL.items():
         key = f"llama.{key}"
         if isinstance(neutral, bool):
@@ -142,12 +143,19 @@ def _refuse_variants(fields: Fields, context: int) -> None:
             value = fields.number(key, neutral)
         if value != neutral:
             raise ModelFormatError(f"GGUF file: got {key} = {value}, need {neutral} or no such key")
-    window = fields.integer("llama.attention.sliding_window", 0)
-    if 0 < window < context:
+
+
+def _sliding_window(fields: Fields, n_layers: int, context: int) -> int | None:
+    """The window of every layer; None where it is no narrower than the context."""
+    key = "llama.attention.sliding_window"
+    window = fields.per_layer_integer(key, n_layers, 0)
+    if not 0 < window < context:
+        return None
+    if fields.has(f"{key}_pattern"):
         raise ModelFormatError(
-            f"GGUF file: got llama.attention.sliding_window {window}, need full attention "
-            f"over the context of {context}"
+            f"GGUF file: got {key}_pattern, need no such key: one window of {window} for all layers"
         )
+    return window
 
 
 def _scaling(fields: Fields, divisors: TensorSource | None) -> RopeScaling | None:

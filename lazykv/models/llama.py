@@ -1,4 +1,4 @@
-"""The graph of one step of a Llama-type transformer over a `KvCache`."""
+"""The graph of one step of a Llama-type transformer over a `KvCache` or a `SlidingKvCache`."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,20 @@ from numpy.typing import NDArray
 
 from lazykv.device import DeviceLocation
 from lazykv.dtypes import DType, f32, i64
-from lazykv.graph import Graph, Tensor, attention
+from lazykv.graph import Graph, Tensor, attention, ring_attention
 from lazykv.models.config import LlamaConfig, inv_freq
 from lazykv.models.weights import LayerWeights, LlamaWeights
-from lazykv.symbols import Sym
+from lazykv.ops.sources import SymValue
+from lazykv.spec import MAX_BYTES
+from lazykv.symbols import Sym, as_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """How a sliding cache keeps rows: positions in view, and first positions that stay."""
+
+    window: int
+    sinks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +41,10 @@ class StepGraph:
 
 def build_step(
     config: LlamaConfig, weights: LlamaWeights, *, seq: int, capacity: int, kv_dtype: DType,
-    batch: int = 1, every_logit: bool = False,
+    batch: int = 1, every_logit: bool = False, ring: Ring | None = None,
 ) -> StepGraph:  # fmt: skip
-    """Build the step for `seq` tokens of each sequence over caches of `capacity` rows.
+    """Build the step for `seq` tokens of each sequence over caches of `capacity` rows, which are
+    rings if `ring` says how.
 
     Weights are taken by reference, and a layer runs where its weights live: the hidden state moves
     where that changes. Attention sees ``position + seq`` rows: the live ones and the step's own.
@@ -42,7 +53,8 @@ def build_step(
     ids = g.placeholder((batch * seq,), i64, "ids")
     half = (seq, config.head_dim // 2)
     cos, sin = g.placeholder(half, f32, "cos"), g.placeholder(half, f32, "sin")
-    position = Sym("cached_len", 0, capacity - seq)
+    # The length of a ring is not bounded by its rows.
+    position = Sym("cached_len", 0, (capacity if ring is None else MAX_BYTES) - seq)
     head = g.const(weights.head, name="head")
     if weights.embedding is None:
         table = head.transpose(0, 1)
@@ -57,7 +69,7 @@ def build_step(
         k_cache = g.placeholder(shape, kv_dtype, f"blk.{i}.k")
         v_cache = g.placeholder(shape, kv_dtype, f"blk.{i}.v")
         kv_nodes.append((k_cache, v_cache))
-        x = _attention_block(config, layer, i, x, (cos, sin), (k_cache, v_cache), position)
+        x = _attention_block(config, layer, i, x, (cos, sin), (k_cache, v_cache), position, ring)
         x = _feed_forward_block(config, layer, i, x)
     x, _ = _moved(x, place, weights.norm.location)
     rows = x.reshape(batch, seq, config.hidden_size)
@@ -82,7 +94,7 @@ def _logits(config: LlamaConfig, x: Tensor, norm: Tensor, head: Tensor, every: b
 
 def _attention_block(
     config: LlamaConfig, layer: LayerWeights, i: int, x: Tensor, rope: tuple[Tensor, Tensor],
-    caches: tuple[Tensor, Tensor], position: Sym,
+    caches: tuple[Tensor, Tensor], position: Sym, ring: Ring | None,
 ) -> Tensor:  # fmt: skip
     """x + output(attention(rope(q), cached k, cached v)), k and v written at `position` first."""
     g, dim, batch = x.graph, config.head_dim, caches[0].shape[0]
@@ -95,14 +107,29 @@ def _attention_block(
     turned = heads.slice(1, 0, queries + keys).rope(*rope, interleaved=config.rope_interleaved)
     q, k = turned.slice(1, 0, queries), turned.slice(1, queries, keys)
     v = heads.slice(1, queries + keys, keys)
-    k_cache, v_cache = caches
-    if k_cache.dtype is not x.dtype:
-        k, v = k.cast(k_cache.dtype), v.cast(k_cache.dtype)
-    k_all = k_cache.at[:, :, position : position + seq].set(k)
-    v_all = v_cache.at[:, :, position : position + seq].set(v)
-    seen = attention(q, k_all, v_all, length=position + seq)
+    if caches[0].dtype is not x.dtype:
+        k, v = k.cast(caches[0].dtype), v.cast(caches[0].dtype)
+    if ring is None:
+        k_all, v_all = (c.at[:, :, position : position + seq].set(new)
+                        for c, new in zip(caches, (k, v), strict=True))  # fmt: skip
+        seen = attention(q, k_all, v_all, length=position + seq, window=config.sliding_window)
+    else:
+        seen = _attend_to_rings(q, (k, v), caches, position, ring)
     joined = seen.transpose(1, 2).reshape(batch * seq, queries * dim)
     return x + joined @ g.const(layer.output, name=f"blk.{i}.attn_output")
+
+
+def _attend_to_rings(
+    q: Tensor, new: tuple[Tensor, Tensor], caches: tuple[Tensor, Tensor], position: Sym, ring: Ring
+) -> Tensor:
+    """Attention to what is in view of the rings once they hold the new rows."""
+    start = q.graph.apply(SymValue((), i64, as_dim(position)))
+    k_all, v_all = (
+        cache.write_slice_rotating(rows, 2, start, cache.shape[2], ring.sinks)
+        for cache, rows in zip(caches, new, strict=True)
+    )
+    length = position + q.shape[2]
+    return ring_attention(q, k_all, v_all, length=length, window=ring.window, sinks=ring.sinks)
 
 
 def _feed_forward_block(config: LlamaConfig, layer: LayerWeights, i: int, x: Tensor) -> Tensor:

@@ -12,9 +12,11 @@ from lazykv.errors import DTypeError, GraphError, ModelFormatError, RangeError, 
 from lazykv.ids import ModelInstanceId
 from lazykv.kv.cache import KvCache
 from lazykv.kv.layer import KvSlot
-from lazykv.kv.rows import whole
+from lazykv.kv.pairs import KvPairCache
+from lazykv.kv.rows import count, whole
+from lazykv.kv.sliding import SlidingKvCache
 from lazykv.models.config import LlamaConfig
-from lazykv.models.llama import RopeTable, StepGraph, build_step
+from lazykv.models.llama import Ring, RopeTable, StepGraph, build_step
 from lazykv.models.weights import LlamaWeights, place_weights
 from lazykv.sessions.context import InferenceContext
 from lazykv.sessions.decode import DecodeSession
@@ -29,7 +31,7 @@ intermediates stay in the caches."""
 
 _STRUCTURE = (
     "n_layers", "hidden_size", "intermediate_size", "n_heads", "n_kv_heads", "head_dim",
-    "vocab_size", "rms_eps", "rope_interleaved", "tied_head",
+    "vocab_size", "rms_eps", "rope_interleaved", "tied_head", "sliding_window",
 )  # fmt: skip
 """Fields of the configuration that shape the graph. Rotary frequencies are not among them: they
 reach it as bound tables."""
@@ -71,12 +73,28 @@ class LlamaModel:
     def new_cache(
         self, max_seq_len: SupportsIndex, dtype: DTypeLike | None = None,
         device: DeviceLike | Sequence[DeviceLike] | None = None,
-    ) -> KvCache:  # fmt: skip
+    ) -> KvPairCache:  # fmt: skip
         """A cache of this model's geometry; f32 on the CPU unless told otherwise.
 
         With one device per layer the model decodes as a pipeline: each layer runs where its rows
-        are.
+        are. A model with a sliding window gets a `SlidingKvCache`, unless `max_seq_len` is within
+        the window; its `rollback_slack` lets prompts run in chunks as long as the window, at most
+        `MAX_CHUNK`.
         """
+        c, most = self.config, count("new_cache", "max_seq_len", max_seq_len, 1)
+        if c.sliding_window is None or most <= c.sliding_window:
+            return self.full_cache(most, dtype, device)
+        return SlidingKvCache.with_capacity(
+            c.n_layers, c.n_kv_heads, c.head_dim, c.sliding_window,
+            f32 if dtype is None else dtype, "cpu" if device is None else device,
+            rollback_slack=min(c.sliding_window, MAX_CHUNK) - 1, max_seq_len=most,
+        )  # fmt: skip
+
+    def full_cache(
+        self, max_seq_len: SupportsIndex, dtype: DTypeLike | None = None,
+        device: DeviceLike | Sequence[DeviceLike] | None = None,
+    ) -> KvCache:  # fmt: skip
+        """A cache that keeps every row, also those that a sliding window has left behind."""
         c = self.config
         return KvCache.with_capacity(
             c.n_layers, c.n_kv_heads, c.head_dim, max_seq_len,
@@ -84,33 +102,39 @@ class LlamaModel:
         )  # fmt: skip
 
     def prefill(
-        self, ids: Iterable[SupportsIndex], cache: KvCache, ctx: InferenceContext | None = None
+        self, ids: Iterable[SupportsIndex], cache: KvPairCache, ctx: InferenceContext | None = None
     ) -> NDArray[np.float32]:
         """Run a prompt (or its continuation) into the cache; logits ``[vocab]`` of the last token.
 
         The prompt runs in chunks whose lengths are powers of two, so that a handful of plans serves
         every prompt. Raises before anything is written if the prompt is empty, holds an unknown id
-        or does not fit.
+        or does not fit. A failure midway rewinds the cache, or leaves the chunks that ran if they
+        have overwritten too much of a ring.
         """
         tokens = self.check_tokens("prefill", ids)
         if not tokens.size:
             raise ShapeError("prefill: got an empty prompt, need at least one token")
         self._check_single("prefill", cache)
         start = self.check_room("prefill", cache, tokens.size)
-        done = 0
+        done, longest = 0, MAX_CHUNK
+        if isinstance(cache, SlidingKvCache):
+            longest = min(longest, cache.rollback_slack + 1)
         try:
             while True:
-                seq = min(MAX_CHUNK, 1 << ((tokens.size - done).bit_length() - 1))
+                seq = 1 << (min(longest, tokens.size - done).bit_length() - 1)
                 logits = self._run(tokens[done : done + seq], cache, ctx)
                 done += seq
                 if done == tokens.size:
                     return logits
-        except BaseException:
-            cache.truncate_to(start)
+        except BaseException as e:
+            try:
+                cache.truncate_to(start)
+            except RangeError as kept:
+                e.add_note(f"the first {done} tokens stay in the cache: {kept}")
             raise
 
     def decode_step(
-        self, token: SupportsIndex | Iterable[SupportsIndex], cache: KvCache,
+        self, token: SupportsIndex | Iterable[SupportsIndex], cache: KvPairCache,
         ctx: InferenceContext | None = None,
     ) -> NDArray[np.float32]:  # fmt: skip
         """Append one token to the cache and return the logits ``[vocab]`` that follow it.
@@ -125,7 +149,7 @@ class LlamaModel:
         self.check_room("decode_step", cache, 1)
         return self._run(tokens, cache, ctx)
 
-    def score(self, ids: Iterable[SupportsIndex], cache: KvCache) -> NDArray[np.float32]:
+    def score(self, ids: Iterable[SupportsIndex], cache: KvPairCache) -> NDArray[np.float32]:
         """Append tokens in one step and return the logits ``[n, vocab]`` that follow each of them.
 
         What a speculative decoder verifies its drafts with: one plan per number of tokens.
@@ -138,7 +162,7 @@ class LlamaModel:
         return self._run(tokens, cache, None, every=True)
 
     def session_for(
-        self, cache: KvCache, seq: int = 1, ctx: InferenceContext | None = None, *,
+        self, cache: KvPairCache, seq: int = 1, ctx: InferenceContext | None = None, *,
         every: bool = False,
     ) -> DecodeSession:  # fmt: skip
         """The held session for steps of `seq` tokens, planned anew if the held one is not valid.
@@ -157,17 +181,20 @@ class LlamaModel:
             held = cache.held[slot] = self._plan(cache, seq, ctx, every)
         return held
 
-    def step_graph(self, cache: KvCache, seq: int = 1, *, every: bool = False) -> StepGraph:
+    def step_graph(self, cache: KvPairCache, seq: int = 1, *, every: bool = False) -> StepGraph:
         """The graph that `session_for` plans."""
+        ring = None
         capacity, kv_dtype = cache.max_seq_len, cache.dtype
+        if isinstance(cache, SlidingKvCache):
+            capacity, ring = cache.ring_rows, Ring(cache.window, cache.sink_tokens)
         if capacity is None or kv_dtype is None:
             raise GraphError("decode: got a cache without capacity, need one made by new_cache")
         return build_step(
             self.config, self._weights_for(cache), seq=seq, capacity=capacity, kv_dtype=kv_dtype,
-            batch=cache.batch, every_logit=every,
+            batch=cache.batch, every_logit=every, ring=ring,
         )  # fmt: skip
 
-    def _weights_for(self, cache: KvCache) -> LlamaWeights:
+    def _weights_for(self, cache: KvPairCache) -> LlamaWeights:
         """The weights where the cache's layers are; copies are made once per set of places."""
         slots = [cache.slot_storage(i, KvSlot.K) for i in range(cache.n_layers())]
         places = tuple(s.location for s in slots if s is not None)
@@ -176,7 +203,7 @@ class LlamaModel:
         return self._placed[places]
 
     def _plan(
-        self, cache: KvCache, seq: int, ctx: InferenceContext | None, every: bool
+        self, cache: KvPairCache, seq: int, ctx: InferenceContext | None, every: bool
     ) -> DecodeSession:
         step = self.step_graph(cache, seq, every=every)
         return DecodeSession.build(
@@ -185,21 +212,25 @@ class LlamaModel:
         )  # fmt: skip
 
     def _run(
-        self, tokens: NDArray[np.int64], cache: KvCache, ctx: InferenceContext | None, *,
+        self, tokens: NDArray[np.int64], cache: KvPairCache, ctx: InferenceContext | None, *,
         every: bool = False,
     ) -> NDArray[np.float32]:  # fmt: skip
         seq, start = len(tokens) // cache.batch, cache.cached_len
         session = self.session_for(cache, seq, ctx, every=every)
         cos, sin = self._rope.rows(start, seq)
         (position,) = session.plan.symbols
-        logits = session.step({"ids": tokens, "cos": cos, "sin": sin}, {position: start})
+        try:
+            logits = session.step({"ids": tokens, "cos": cos, "sin": sin}, {position: start})
+        except BaseException:
+            cache.note_written(start + seq)  # some layers may be
+            raise
         for layer in range(cache.n_layers()):
             cache.bump_version(layer, KvSlot.K)
             cache.bump_version(layer, KvSlot.V)
         cache.cached_len = start + seq
         return logits
 
-    def _check_single(self, who: str, cache: KvCache) -> None:
+    def _check_single(self, who: str, cache: KvPairCache) -> None:
         if cache.batch != 1:
             raise ShapeError(
                 f"{who}: got a cache of {cache.batch} sequences, need one; use repeat() afterwards"
@@ -217,7 +248,7 @@ class LlamaModel:
                 raise RangeError(f"{who}: got token {t}, need 0 <= token < {vocab}")
         return np.asarray(tokens, np.int64)
 
-    def check_room(self, who: str, cache: KvCache, n: int) -> int:
+    def check_room(self, who: str, cache: KvPairCache, n: int) -> int:
         """The live length of a cache of this model's geometry that has room for n more rows."""
         c = self.config
         have = (cache.n_layers(), cache.n_kv_heads, cache.head_dim)
@@ -226,13 +257,17 @@ class LlamaModel:
                 f"{who}: got a cache of {have[0]} layers with {have[1]} heads of {have[2]}, need "
                 f"{c.n_layers} layers with {c.n_kv_heads} heads of {c.head_dim}; use new_cache"
             )
-        if cache.max_seq_len is None or any(layer is None for layer in cache.layers):
+        most, start = cache.max_seq_len, cache.cached_len
+        if (cache.bounded and most is None) or any(layer is None for layer in cache.layers):
             raise GraphError(f"{who}: got a cache without storage, need one made by new_cache")
-        start = cache.cached_len
-        if start + n > cache.max_seq_len:
+        if isinstance(cache, SlidingKvCache) and cache.window != c.sliding_window:
+            raise ShapeError(
+                f"{who}: got a cache with window {cache.window}, need {c.sliding_window}; use "
+                "new_cache"
+            )
+        if most is not None and start + n > most:
             raise RangeError(
-                f"{who}: got {n} tokens at length {start}, need {start + n} <= capacity "
-                f"{cache.max_seq_len}"
+                f"{who}: got {n} tokens at length {start}, need {start + n} <= capacity {most}"
             )
         return start
 

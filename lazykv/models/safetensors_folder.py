@@ -114,6 +114,7 @@ def _config(settings: JsonObject, tied_head: bool) -> LlamaConfig:
             )
         head_dim = hidden // n_heads
     theta, scaling = _rope(settings)
+    context = settings.get("max_position_embeddings", int, 2048)
     return LlamaConfig(
         architecture=architecture,
         vocab_size=settings.need("vocab_size", int),
@@ -127,8 +128,9 @@ def _config(settings: JsonObject, tied_head: bool) -> LlamaConfig:
         rope_theta=theta,
         rope_scaling=scaling,
         rope_interleaved=False,
-        context_length=settings.get("max_position_embeddings", int, 2048),
+        context_length=context,
         tied_head=tied_head,
+        sliding_window=_sliding_window(settings, architecture, context),
     )
 
 
@@ -144,12 +146,29 @@ def _refuse_variants(settings: JsonObject) -> None:
     partial = settings.get("partial_rotary_factor", float, 1.0)
     if partial != 1.0:
         raise ModelFormatError(f"config.json: got partial_rotary_factor {partial}, need 1")
+
+
+def _sliding_window(settings: JsonObject, architecture: str, context: int) -> int | None:
+    """The window of every layer; None where it is no narrower than the context."""
     window = settings.optional("sliding_window", int)
-    context = settings.get("max_position_embeddings", int, 2048)
-    if window is not None and window < context:
+    if "sliding_window" not in settings.values and architecture == "mistral":
+        window = 4096  # what transformers takes for this model type; null is no window
+    kinds = set(map(str, settings.get("layer_types", list, [])))
+    if window is None or window >= context or not settings.get("use_sliding_window", bool, True):
+        return None
+    if kinds == {"full_attention"}:
+        return None
+    if not kinds <= {"sliding_attention"}:
         raise ModelFormatError(
-            f"config.json: got sliding_window {window}, need full attention over {context}"
+            f"config.json: got layer_types {sorted(kinds)} with sliding_window {window}, need one "
+            "window for all layers"
         )
+    if architecture != "mistral":
+        raise ModelFormatError(
+            f"config.json: got sliding_window {window} with model_type {architecture!r}, need full "
+            f"attention over {context}, or model_type mistral"
+        )
+    return window
 
 
 def _rope(settings: JsonObject) -> tuple[float, RopeScaling | None]:

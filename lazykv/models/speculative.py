@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lazykv.errors import RangeError, ShapeError
-from lazykv.kv.cache import KvCache
+from lazykv.kv.pairs import KvPairCache
 from lazykv.models.model import LlamaModel
 from lazykv.models.sampling import Sampler
 
@@ -84,7 +84,7 @@ class ModelDraft:
 def speculate(
     model: LlamaModel, ids: Iterable[SupportsIndex], draft: Draft, *,
     max_new_tokens: int = 128, draft_len: int = 4, sampler: Sampler | None = None,
-    cache: KvCache | None = None,
+    cache: KvPairCache | None = None,
 ) -> Iterator[int]:  # fmt: skip
     """Yield generated token ids. Every step scores the pending token and `draft_len` drafts.
 
@@ -106,7 +106,7 @@ def speculate(
 
 def _stream(
     model: LlamaModel, ids: list[int], draft: Draft, budget: int, draft_len: int, sampler: Sampler,
-    cache: KvCache,
+    cache: KvPairCache,
 ) -> Iterator[int]:  # fmt: skip
     pending = sampler(model.prefill(ids, cache))
     ids.append(pending)

@@ -27,6 +27,28 @@ from lazykv.spec import Shape, Spec
 from lazykv.symbols import Dim
 
 
+def check_operands(who: str, q: Spec, k: Spec, v: Spec) -> None:
+    """q ``[B, Hq, Sq, D]``, k ``[B, Hkv, S, D]``, v ``[B, Hkv, S, Dv]``, Hq a multiple of Hkv; one
+    floating dtype, or f32 queries on 16-bit rows."""
+    for what, s in (("q", q), ("k", k), ("v", v)):
+        need_rank(who, s, 4, what)
+    need_float(who, q, k, v)
+    need_same_dtype(who, k, v)
+    if q.dtype is not k.dtype and not (q.dtype is f32 and k.dtype.itemsize == 2):
+        raise DTypeError(
+            f"{who}: got q {q} and k {k}, need one dtype, or f32 queries on 16-bit rows"
+        )
+    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ShapeError(
+            f"{who}: got q {q}, k {k} and v {v}, need q [B,Hq,Sq,D], k [B,Hkv,S,D] and "
+            "v [B,Hkv,S,Dv]"
+        )
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ShapeError(
+            f"{who}: got {q.shape[1]} query heads and {k.shape[1]} key heads, need a multiple"
+        )
+
+
 @dataclass(frozen=True)
 class Attention(Op):
     """``softmax(scale * q k^T + mask) v`` over the first `length` rows of k and v.
@@ -52,24 +74,7 @@ class Attention(Op):
     def infer(self, *ins: Spec) -> Spec:
         need_arity(self.name, ins, 3 + self.has_mask + self.has_length)
         q, k, v = ins[:3]
-        for what, s in (("q", q), ("k", k), ("v", v)):
-            need_rank(self.name, s, 4, what)
-        need_float(self.name, q, k, v)
-        need_same_dtype(self.name, k, v)
-        if q.dtype is not k.dtype and not (q.dtype is f32 and k.dtype.itemsize == 2):
-            raise DTypeError(
-                f"{self.name}: got q {q} and k {k}, need one dtype, or f32 queries on 16-bit rows"
-            )
-        if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-            raise ShapeError(
-                f"{self.name}: got q {q}, k {k} and v {v}, need q [B,Hq,Sq,D], k [B,Hkv,S,D] and "
-                "v [B,Hkv,S,Dv]"
-            )
-        if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-            raise ShapeError(
-                f"{self.name}: got {q.shape[1]} query heads and {k.shape[1]} key heads, need a "
-                "multiple"
-            )
+        check_operands(self.name, q, k, v)
         if self.window is not None and self.window < 1:
             raise RangeError(f"{self.name}: got window {self.window}, need window >= 1")
         if self.has_length:
@@ -124,19 +129,10 @@ class Attention(Op):
         q, k, v = ins[:3]
         length: Any = ins[-1] if self.has_length else self.length
         live = k.shape[2] if length is None else self.check_live(int(length), ins)
-        batch, heads, queries, dim = q.shape
-        groups = heads // k.shape[1]
-        k, v = k[:, :, :live], v[:, :, :live]
-        grouped = q.reshape(batch, k.shape[1], groups * queries, dim)
-        scores = xp.matmul(grouped * xp.asarray(self.scale, q.dtype), xp.swapaxes(k, 2, 3))
-        scores = scores.reshape(batch, heads, queries, live)
-        if self.has_mask:
-            mask = ins[3]
-            scores = xp.where(mask, scores, -xp.inf) if mask.dtype == bool else scores + mask
+        masks = [ins[3]] if self.has_mask else []
         if self.causal or self.window is not None:
-            scores = xp.where(self.visible(xp, queries, live), scores, -xp.inf)
-        weights = Softmax(3).body(xp, scores).reshape(batch, k.shape[1], groups * queries, live)
-        return xp.matmul(weights, v).reshape(batch, heads, queries, v.shape[3])
+            masks.append(self.visible(xp, q.shape[2], live))
+        return attend(xp, q, k[:, :, :live], v[:, :, :live], self.scale, *masks)
 
     def visible(self, xp: Any, queries: int, live: int) -> Any:
         """``[queries, live]`` bool: which row each query may see by position."""
@@ -149,9 +145,8 @@ class Attention(Op):
         """Over all S rows with masks in place of a live length; dead rows of v are zeroed first,
         since 0 * NaN is NaN."""
         q, k, v = ins[:3]
-        (batch, heads, queries, dim), rows = b.spec(q).shape, b.spec(k).shape[2]
-        kv_heads, dtype = b.spec(k).shape[1], b.spec(q).dtype
-        shape, full = (batch, heads, queries, b.spec(v).shape[3]), (batch, heads, queries, rows)
+        queries, rows, dtype = b.spec(q).shape[2], b.spec(k).shape[2], b.spec(q).dtype
+        shape, full = (*b.spec(q).shape[:3], b.spec(v).shape[3]), (*b.spec(q).shape[:3], rows)
         if 0 in shape or rows == 0:
             return b.apply(Fill(shape, dtype, 0.0))
         if self.has_length:
@@ -161,20 +156,16 @@ class Attention(Op):
         seen = b.apply(BroadcastTo(full), self._lower_visible(b, length, queries, rows))
         if b.spec(k).dtype is not dtype:
             k, v = b.apply(Cast(dtype), k), b.apply(Cast(dtype), v)
-        k, v = _alive(b, k, length), _alive(b, v, length)
-        folded = (batch, kv_heads, heads // kv_heads * queries)
-        grouped = b.apply(MulScalar(self.scale), b.apply(Reshape((*folded, dim)), q))
-        scores = b.apply(MatMul(), grouped, b.apply(Permute((0, 1, 3, 2)), k))
-        scores = b.apply(Reshape(full), scores)
+        live = b.apply(Lt(), b.apply(Iota((rows,), i64)), b.apply(BroadcastTo((rows,)), length))
+        k, v = rows_where(b, live, k), rows_where(b, live, v)
+        scores = lower_scores(b, q, k, self.scale)
         if self.has_mask:
             mask = _lower_mask(b, ins[3], full)
             if b.spec(mask).dtype is bool_:
                 seen = b.apply(And(), seen, mask)
             else:
                 scores = b.apply(Add(), scores, mask)
-        scores = b.apply(Where(), seen, scores, b.apply(Fill(full, dtype, -math.inf)))
-        weights = b.apply(Reshape((*folded, rows)), b.apply(Softmax(3), scores))
-        return b.apply(Reshape(shape), b.apply(MatMul(), weights, v))
+        return lower_weighted(b, scores, seen, v)
 
     def _lower_visible(self, b: Any, length: Any, queries: int, rows: int) -> Any:
         """``[queries, rows]`` bool: visible by liveness, causality and window."""
@@ -193,13 +184,44 @@ class Attention(Op):
         return seen
 
 
-def _alive(b: Any, x: Any, length: Any) -> Any:
-    """Rows of ``[B, H, S, D]`` from the live length on set to zero."""
+def attend(xp: Any, q: Any, k: Any, v: Any, scale: float, *masks: Any) -> Any:
+    """Softmax of scaled scores under masks (bool or additive), times v: the reference."""
+    (batch, heads, queries, dim), (kv_heads, rows) = q.shape, k.shape[1:3]
+    folded = (batch, kv_heads, heads // kv_heads * queries)
+    grouped = q.reshape(*folded, dim) * xp.asarray(scale, q.dtype)
+    scores = xp.matmul(grouped, xp.swapaxes(k, 2, 3)).reshape(batch, heads, queries, rows)
+    for mask in masks:
+        scores = xp.where(mask, scores, -xp.inf) if mask.dtype == bool else scores + mask
+    weights = Softmax(3).body(xp, scores).reshape(*folded, rows)
+    return xp.matmul(weights, v).reshape(batch, heads, queries, v.shape[3])
+
+
+def rows_where(b: Any, live: Any, x: Any) -> Any:
+    """``[B, H, S, D]`` with the rows that are not `live` (``[S]`` bool) set to zero: a weight of
+    zero does not silence a NaN."""
     shape, dtype = b.spec(x).shape, b.spec(x).dtype
-    rows = shape[2]
-    live = b.apply(Lt(), b.apply(Iota((rows,), i64)), b.apply(BroadcastTo((rows,)), length))
-    live = b.apply(BroadcastTo(shape), b.apply(Reshape((rows, 1)), live))
-    return b.apply(Where(), live, x, b.apply(Fill(shape, dtype, 0)))
+    wide = b.apply(BroadcastTo(shape), b.apply(Reshape((shape[2], 1)), live))
+    return b.apply(Where(), wide, x, b.apply(Fill(shape, dtype, 0)))
+
+
+def lower_scores(b: Any, q: Any, k: Any, scale: float) -> Any:
+    """``scale * q k^T`` as ``[B, Hq, Sq, S]``."""
+    (batch, heads, queries, dim), (kv_heads, rows) = b.spec(q).shape, b.spec(k).shape[1:3]
+    folded = (batch, kv_heads, heads // kv_heads * queries, dim)
+    grouped = b.apply(MulScalar(scale), b.apply(Reshape(folded), q))
+    scores = b.apply(MatMul(), grouped, b.apply(Permute((0, 1, 3, 2)), k))
+    return b.apply(Reshape((batch, heads, queries, rows)), scores)
+
+
+def lower_weighted(b: Any, scores: Any, seen: Any, v: Any) -> Any:
+    """Softmax over what is seen (bool like the scores), times v: ``[B, Hq, Sq, Dv]``."""
+    full, dtype = b.spec(scores).shape, b.spec(scores).dtype
+    (batch, heads, queries, rows), kv_heads = full, b.spec(v).shape[1]
+    scores = b.apply(Where(), seen, scores, b.apply(Fill(full, dtype, -math.inf)))
+    folded = (batch, kv_heads, heads // kv_heads * queries, rows)
+    weights = b.apply(Reshape(folded), b.apply(Softmax(3), scores))
+    mixed = b.apply(MatMul(), weights, v)
+    return b.apply(Reshape((batch, heads, queries, b.spec(v).shape[3])), mixed)
 
 
 def _lower_mask(b: Any, mask: Any, full: Shape) -> Any:

@@ -184,6 +184,20 @@ class DivScalar(BinaryScalar):
         return super().infer(*ins)
 
 
+class ModScalar(BinaryScalar):
+    """a modulo a whole number of at least 1, never negative; integer dtypes only"""
+
+    name: ClassVar[str] = "mod_scalar"
+    ufunc: ClassVar[str] = "remainder"
+
+    def infer(self, *ins: Spec) -> Spec:
+        if self.reverse or self.value < 1 or ins[0].dtype.is_float:
+            raise DTypeError(
+                f"{self.name}: got {ins[0]} and {self.value!r}, need integers and a number above 0"
+            )
+        return super().infer(*ins)
+
+
 @dataclass(frozen=True)
 class Unary(Op):
     """One floating operand."""

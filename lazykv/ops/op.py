@@ -117,7 +117,7 @@ def check_bound(who: str, b: Bound) -> None:
     """Refuse a parameter that is out of bounds for every value its symbols can take."""
     low, high = dim_bounds(b.value)
     if low > b.high or (high is not None and high < b.low):
-        raise RangeError(f"{who}: got {b.what} {b.value}, need {b.low} <= {b.what} <= {b.high}")
+        raise RangeError(f"{who}: got {b.what} = {b.value}, need {b.low} <= value <= {b.high}")
 
 
 def is_proved(b: Bound) -> bool:

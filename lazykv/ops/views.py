@@ -70,7 +70,7 @@ class Slice(View):
 
     def bounds(self, *ins: Spec) -> Iterator[Bound]:
         top = ins[0].shape[self.axis] - self.length
-        yield Bound(self.start, 0, top, f"start (length {self.length}) on axis {self.axis}")
+        yield Bound(self.start, 0, top, f"start on axis {self.axis} (length {self.length})")
 
     def alias(self, source: Layout) -> Layout | None:
         return source.slice(self.axis, self.start, self.length)

@@ -57,7 +57,7 @@ class WriteSlice(Op):
                 raise RangeError(
                     f"{self.name}: got width {width} on axis {axis}, need <= extent {extent}"
                 )
-            yield Bound(start, 0, extent - width, f"start (width {width}) on axis {axis}")
+            yield Bound(start, 0, extent - width, f"start on axis {axis} (width {width})")
 
     def body(self, xp: Any, *ins: Any) -> Any:
         out = ins[0].copy()
@@ -122,12 +122,34 @@ class WriteSliceDoff(Op):
         return out
 
 
+def ring_runs(low: int, high: int, modulus: int, sinks: int = 0) -> list[tuple[int, int, int]]:
+    """Where positions low..high lie in a ring: runs ``(slot, position, count)`` in their order.
+
+    Position p below `sinks` has slot p for itself, a later one shares slot ``sinks + (p - sinks) %
+    (modulus - sinks)``. At most three runs: sinks, the ring's tail, its head. At most ``modulus -
+    sinks`` positions past the sinks lie in it at a time.
+    """
+    runs = []
+    if low < min(sinks, high):
+        runs.append((low, low, min(sinks, high) - low))
+    low = max(low, sinks)
+    if low < high:
+        slot = sinks + (low - sinks) % (modulus - sinks)
+        tail = min(high - low, modulus - slot)
+        runs.append((slot, low, tail))
+        if low + tail < high:
+            runs.append((sinks, low + tail, high - low - tail))
+    return runs
+
+
 @dataclass(frozen=True)
 class WriteSliceRotating(Op):
     """Write rows into a ring of `modulus` slots on one axis: position p goes to slot p mod modulus.
 
-    `position` is a rank-0 i64 tensor, the logical position of the first source row. A write that
-    passes the end of the ring is split; one longer than the ring keeps its last `modulus` rows.
+    The first `sinks` positions keep their own slots and the rest rotate over the others (see
+    `ring_runs`). `position` is a rank-0 i64 tensor, the logical position of the first source row. A
+    write that passes the end of the ring is split; one longer than the ring keeps its last rows,
+    and the sinks among its rows.
     """
 
     name: ClassVar[str] = "write_slice_rotating"
@@ -135,6 +157,7 @@ class WriteSliceRotating(Op):
     bits: ClassVar[bool] = True
     axis: int
     modulus: int
+    sinks: int = 0
 
     def infer(self, *ins: Spec) -> Spec:
         need_arity(self.name, ins, 3)
@@ -146,23 +169,24 @@ class WriteSliceRotating(Op):
                 f"{self.name}: got modulus {self.modulus}, need 1 <= modulus <= "
                 f"{dest.shape[self.axis]} (axis {self.axis} of {dest})"
             )
+        if not 0 <= self.sinks < self.modulus:
+            raise RangeError(
+                f"{self.name}: got {self.sinks} sinks, need 0 <= sinks < modulus {self.modulus}"
+            )
         return dest
 
     def region(self, dest: Layout) -> Layout:
         return dest.slice(self.axis, 0, self.modulus)
 
     def pieces(self, position: int, rows: int) -> list[tuple[int, int, int]]:
-        """At most two moves ``(slot, source row, count)`` for `rows` rows from `position`."""
+        """At most three moves ``(slot, source row, count)`` for `rows` rows from `position`."""
         if position < 0:
             raise RangeError(f"{self.name}: got position {position}, need position >= 0")
-        first = max(0, rows - self.modulus)
-        count = rows - first
-        slot = (position + first) % self.modulus
-        head = min(count, self.modulus - slot)
-        moves = [(slot, first, head)]
-        if head < count:
-            moves.append((0, first + head, count - head))
-        return moves
+        end = position + rows
+        kept = max(position, self.sinks, end - (self.modulus - self.sinks))
+        runs = ring_runs(position, min(end, self.sinks), self.modulus, self.sinks)
+        runs += ring_runs(kept, end, self.modulus, self.sinks)
+        return [(slot, place - position, count) for slot, place, count in runs]
 
     def body(self, xp: Any, *ins: Any) -> Any:
         out, lead = ins[0].copy(), (slice(None),) * self.axis

@@ -1,5 +1,6 @@
 """The bounded cache of compiled programs, by structure."""
 
+import os
 import threading
 from collections import OrderedDict
 from typing import Any
@@ -7,16 +8,26 @@ from typing import Any
 from lazykv import counters
 from lazykv.compiler.program import Program, compile_trace
 from lazykv.compiler.trace import Trace
-from lazykv.config import PLAN_CACHE_SIZE
+from lazykv.config import plan_cache_size
 
 
 class PlanCache:
-    """Programs by structural key, the least recently used one dropped first."""
+    """Programs by structural key, the least recently used one dropped first.
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    `size` None takes the setting, when the first program is asked for.
+    """
+
+    def __init__(self, size: int | None = None) -> None:
+        self._size = size
         self._programs: OrderedDict[tuple[Any, ...], Program] = OrderedDict()
         self._lock = threading.Lock()
+
+    @property
+    def size(self) -> int:
+        """Most programs kept."""
+        if self._size is None:
+            self._size = plan_cache_size()
+        return self._size
 
     def program(self, traced: Trace) -> Program:
         """The program for a traced graph, compiled only if its structure is new."""
@@ -27,13 +38,19 @@ class PlanCache:
         if found is not None:
             counters.add(plan_cache_hits=1)
             return found
+        size = self.size
         built = compile_trace(traced)
         counters.add(plans_built=1)
         with self._lock:
             self._programs[traced.key] = built
-            while len(self._programs) > self.size:
+            while len(self._programs) > size:
                 self._programs.popitem(last=False)
         return built
+
+    def after_fork(self) -> None:
+        """In a forked child: a thread that held the lock is gone, maybe in the middle of a move."""
+        self._programs = OrderedDict()
+        self._lock = threading.Lock()
 
     def clear(self) -> None:
         with self._lock:
@@ -43,4 +60,7 @@ class PlanCache:
         return len(self._programs)
 
 
-plan_cache = PlanCache(PLAN_CACHE_SIZE)
+plan_cache = PlanCache()
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=plan_cache.after_fork)

@@ -29,6 +29,8 @@ def plan(
     outputs = _targets(targets)
     if not outputs and not effects:
         raise GraphError("plan: got no targets, need at least one")
+    if bindings is not None and not isinstance(bindings, Mapping):
+        raise GraphError(f"plan: got bindings {type(bindings).__name__}, need a mapping of Tensors")
     given = dict(bindings or {})
     for t in given:
         if not isinstance(t, Tensor):

@@ -19,13 +19,14 @@ from lazykv.ids import KvAllocId
 from lazykv.ops.sources import Placeholder
 from lazykv.runtime.realize import plan as make_plan
 from lazykv.sessions.context import InferenceContext
-from lazykv.sessions.rebind import Baked, KvRebindSource, RebindRefusal, find_refusal
+from lazykv.sessions.rebind import Baked, KvRebindSource, RebindRefusal, find_refusal, layer_count
 from lazykv.sessions.validity import PlanValidity, SessionKey
 from lazykv.storage import Storage
 from lazykv.symbols import EnvLike
 
-KvNodes: TypeAlias = Sequence[tuple[Tensor, Tensor] | None]
-"""Placeholders of slot 0 and 1 per layer; None where this process has no such layer."""
+KvNodes: TypeAlias = Sequence[tuple[Tensor | None, ...] | None]
+"""Placeholders of slot 0, 1 (and further ones) per layer: None for a slot that the cache does not
+have, or for a whole layer that this process does not have."""
 
 HISTORY = 64
 """Events a session remembers; older ones are dropped."""
@@ -58,8 +59,9 @@ class DecodeSession:
     ) -> "DecodeSession":  # fmt: skip
         """Plan `target` for a cache.
 
-        `kv_nodes` are the placeholders of slot 0 and 1 per layer, `bound` the placeholders whose
-        data comes with every step. Any other placeholder must have a storage in `ctx`.
+        `kv_nodes` are the placeholders of slot 0 and 1 per layer (``(slot_0, None)`` for a cache of
+        one slot), `bound` the placeholders whose data comes with every step. Any other placeholder
+        must have a storage in `ctx`.
         """
         from_ctx = ctx.bindings_for([target])
         bindings: dict[Tensor, Storage] = {**from_ctx, **_kv_bindings(kv, kv_nodes)}
@@ -76,7 +78,7 @@ class DecodeSession:
             if t in plan.leaves:
                 plan.input_storage(plan.leaves.index(t))
         plan.resolve()
-        owned = {t for pair in kv_nodes if pair is not None for t in pair}
+        owned = {t for pair in kv_nodes for t in pair or () if t is not None}
         lent = [t for t in from_ctx if t not in owned and t in plan.leaves]
         key = SessionKey(plan, ctx, lent, kv, seq, model_key)
         return cls(plan, key, kv_nodes, bound, kv.alloc_id())
@@ -163,7 +165,7 @@ class DecodeSession:
             if refusal is not None:
                 self.history.append(("refused", self._alloc_id, incoming, refusal))
                 return refusal
-            plan.rebind(_kv_bindings(source, self.kv_nodes))  # type: ignore[arg-type]
+            plan.rebind(_kv_bindings(source, self.kv_nodes))
         finally:
             plan.running.release()
         self.history.append(("rebound", self._alloc_id, incoming))
@@ -174,7 +176,10 @@ class DecodeSession:
 
     def _baked(self) -> Baked:
         at = self.plan.storage_of
-        return tuple(None if pair is None else (at(pair[0]), at(pair[1])) for pair in self.kv_nodes)
+        return tuple(
+            None if pair is None else tuple(None if t is None else at(t) for t in pair)
+            for pair in self.kv_nodes
+        )
 
     def __repr__(self) -> str:
         return f"DecodeSession(plan {self.plan.id}, {self.realize_count} steps)"
@@ -210,8 +215,7 @@ class _Never:
 
 
 def _kv_bindings(kv: KvRebindSource, kv_nodes: KvNodes) -> dict[Tensor, Storage]:
-    layers = getattr(kv, "n_layers", None)
-    count = layers() if callable(layers) else layers
+    count = layer_count(kv)
     if count is not None and count > len(kv_nodes):
         raise GraphError(
             f"DecodeSession.build: got {count} layers in kv and {len(kv_nodes)} kv_nodes, need as "
@@ -221,6 +225,13 @@ def _kv_bindings(kv: KvRebindSource, kv_nodes: KvNodes) -> dict[Tensor, Storage]
     for layer, pair in enumerate(kv_nodes):
         for which, node in enumerate(pair or ()):
             storage = kv.rebind_slot(layer, which)
+            if node is None:
+                if storage is not None:
+                    raise GraphError(
+                        f"DecodeSession.build: got no node for layer {layer}, slot {which}, need "
+                        "one for every slot of kv"
+                    )
+                continue
             if storage is None:
                 raise BindingError(
                     f"DecodeSession.build: got no storage for layer {layer}, slot {which}, need one"

@@ -71,25 +71,39 @@ class StorageTorn(RebindRefusal):
     which: int
 
 
-Baked: TypeAlias = tuple[tuple[Storage, Storage] | None, ...]
-"""The storages a plan is welded to: slots 0 and 1 of every layer (None: it has no such layer)."""
+Baked: TypeAlias = tuple[tuple[Storage | None, ...] | None, ...]
+"""The storages a plan is welded to: the slots of every layer (None: it has no such slot, or no such
+layer)."""
 
 
 def find_refusal(baked: Baked, source: KvRebindSource) -> RebindRefusal | None:
-    """The first reason not to re-bind, or None. Residency is compared before any storage."""
+    """The first reason not to re-bind, or None.
+
+    Residency is compared before any storage, and a torn storage is named last: it can be repaired.
+    """
     refusal = _residency(baked, source)
     if refusal is not None:
         return refusal
-    layers = getattr(source, "n_layers", None)
-    if callable(layers) and layers() > len(baked):
-        return StorageDiffers(len(baked), 0, "layers", len(baked), layers())
+    layers = layer_count(source)
+    if layers is not None and layers > len(baked):
+        return StorageDiffers(len(baked), 0, "layers", len(baked), layers)
     seen: set[int] = set()
+    torn: StorageTorn | None = None
     for layer, pair in enumerate(baked):
         for which, old in enumerate(pair or ()):
-            refusal = _slot(layer, which, old, source.rebind_slot(layer, which), seen)
+            new = source.rebind_slot(layer, which)
+            refusal = _slot(layer, which, old, new, seen)
             if refusal is not None:
                 return refusal
-    return None
+            if torn is None and new is not None and new.torn:
+                torn = StorageTorn(layer, which)
+    return torn
+
+
+def layer_count(kv: Any) -> int | None:
+    """Layers of a cache, or None if it does not tell."""
+    layers: int | None = getattr(kv, "n_layers", None)
+    return layers() if callable(layers) else layers
 
 
 def _residency(baked: Baked, source: KvRebindSource) -> RebindRefusal | None:
@@ -104,14 +118,16 @@ def _residency(baked: Baked, source: KvRebindSource) -> RebindRefusal | None:
         if incoming is None:
             return ResidencyUnknown(layer)
         for old in pair:
-            if old.location != incoming:
+            if old is not None and old.location != incoming:
                 return ResidencyDiffers(old.location, incoming)
     return None
 
 
 def _slot(
-    layer: int, which: int, old: Storage, new: Storage | None, seen: set[int]
+    layer: int, which: int, old: Storage | None, new: Storage | None, seen: set[int]
 ) -> RebindRefusal | None:
+    if old is None:
+        return None if new is None else StorageDiffers(layer, which, "slot", None, new.id)
     if new is None:
         return MissingSlot(layer, which)
     for what in ("dtype", "shape", "location", "nbytes", "frozen"):
@@ -121,7 +137,7 @@ def _slot(
     if new.id in seen:
         return StorageDiffers(layer, which, "id", "a storage of its own", new.id)
     seen.add(new.id)
-    return StorageTorn(layer, which) if new.torn else None
+    return None
 
 
 class SessionDisposition:
@@ -143,7 +159,7 @@ class SessionDisposition:
         return other is type(self) or type(other) is type(self)
 
     def __hash__(self) -> int:
-        return hash(type(self).__name__)
+        return hash(type(self))
 
     def __repr__(self) -> str:
         return type(self).__name__

@@ -10,6 +10,7 @@ from lazykv.device import DeviceLocation, generation, registry
 from lazykv.errors import GraphError
 from lazykv.graph import Tensor
 from lazykv.ids import KvAllocId
+from lazykv.sessions.rebind import layer_count
 
 if TYPE_CHECKING:
     from lazykv.sessions.context import InferenceContext
@@ -38,9 +39,9 @@ def kv_facts(kv: Any) -> dict[str, object]:
     if own is not None:
         facts: dict[str, object] = own()
     else:
-        layers, dtype = getattr(kv, "n_layers", None), getattr(kv, "dtype", None)
+        dtype = getattr(kv, "dtype", None)
         facts = {
-            "layers": layers() if callable(layers) else layers,
+            "layers": layer_count(kv),
             "capacity": getattr(kv, "max_seq_len", None),
             "heads": getattr(kv, "n_kv_heads", None),
             "head_dim": getattr(kv, "head_dim", None),
@@ -74,6 +75,9 @@ class SessionKey:
             name = f"ctx:{leaf_name(t, plan.leaves.index(t))}#{t.node_id}"
             self._readers[name] = lambda t=t: _id_of(ctx.get(t))  # type: ignore[misc]
         self._kv = kv_facts(kv)
+        self._kv_types = [type(value) for value in self._kv.values()]
+        # Floats compare by bits, and what a tuple holds by type: only the long way does that.
+        self._plain = not {float, tuple}.intersection(self._kv_types)
         self._rest = {name: read() for name, read in self._readers.items()}
         self._rest |= {"seq": seq, "model_key": model_key}
         self._epoch = registry.epoch
@@ -104,7 +108,9 @@ class SessionKey:
             and type(seq) is int
             and seq == self._rest["seq"]
             and (model_key is self._rest["model_key"] or same(model_key, self._rest["model_key"]))
-            and kv_facts(kv) == self._kv
+            and self._plain
+            and (facts := kv_facts(kv)) == self._kv
+            and [type(value) for value in facts.values()] == self._kv_types
         ):
             return PlanValidity.Valid
         different = self.differences(kv, seq, model_key)

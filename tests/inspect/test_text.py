@@ -70,8 +70,8 @@ nodes the compiler added
   copy1  copy(%0)  f32[1,2,16,4]  safety  %7 needs %3 and the bytes it overwrites
 
 checked before every run
-  write_slice  0 <= start <= 13      start (width 3) on axis 2
-  write_slice  0 <= start + 1 <= 13  start (width 3) on axis 2
+  write_slice  0 <= start <= 13      start on axis 2 (width 3)
+  write_slice  0 <= start + 1 <= 13  start on axis 2 (width 3)
 """
         in text
     )

@@ -7,12 +7,8 @@ from kv_state import append_rows, line, refused, rows, state
 import lazykv as lk
 
 
-def make(capacity: int = 8, *, layers: int = 2, dtype: str = "f32") -> lk.KvCache:
-    return lk.KvCache.with_capacity(layers, 2, 4, capacity, dtype)
-
-
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16", "f64", "i8", "i64", "f8_e4m3"])
-def test_rows_land_at_the_live_length(dtype):
+def test_rows_land_at_the_live_length(make, dtype):
     cache, np_type = make(dtype=dtype), lk.dtype(dtype).numpy
     for first in (1, 3):
         k, v = rows([first, first + 1], dtype=np_type), rows([first + 8, first + 9], dtype=np_type)
@@ -27,7 +23,7 @@ def test_rows_land_at_the_live_length(dtype):
         assert view.shape == (1, 2, 4, 4)
 
 
-def test_a_step_is_open_from_the_first_layer_to_the_last():
+def test_a_step_is_open_from_the_first_layer_to_the_last(make):
     cache = make()
     append_rows(cache, [1])
     k, v = cache.append(1, rows([2]), rows([1002]))
@@ -40,7 +36,7 @@ def test_a_step_is_open_from_the_first_layer_to_the_last():
     assert line(cache.live(1)[0]) == [1, 2]
 
 
-def test_a_layer_appends_once_per_step():
+def test_a_layer_appends_once_per_step(make):
     cache = make(layers=3)
     cache.append(1, rows([1]), rows([1]))
     with refused(cache, lk.GraphError, "layers [1]", "abort_step()"):
@@ -65,7 +61,7 @@ def test_a_layer_appends_once_per_step():
         lambda c: setattr(c, "cached_len", 1),
     ],
 )
-def test_a_dropped_step_was_never_counted(drop):
+def test_a_dropped_step_was_never_counted(make, drop):
     cache = make()
     append_rows(cache, [1, 2])
     cache.append(0, rows([7]), rows([7]))
@@ -78,7 +74,7 @@ def test_a_dropped_step_was_never_counted(drop):
     assert line(cache.live(0)[0]) == line(cache.live(1)[0]) == [*[1, 2][:length], 9]
 
 
-def test_a_larger_truncate_leaves_an_open_step_alone():
+def test_a_larger_truncate_leaves_an_open_step_alone(make):
     cache = make()
     append_rows(cache, [1, 2])
     cache.append(0, rows([3]), rows([3]))
@@ -87,13 +83,11 @@ def test_a_larger_truncate_leaves_an_open_step_alone():
     assert len(cache) == 3
 
 
-def test_only_populated_layers_take_part():
+def test_only_populated_layers_take_part(make, layer):
     cache = make(layers=3)
     cache.clear()
-    zeros = np.zeros((1, 2, 8, 4), np.float32)
     for i in (0, 2):
-        made = (lk.Storage.from_array(zeros), lk.Storage.from_array(zeros))
-        cache.set_layer(i, lk.KvLayer(*made))
+        cache.set_layer(i, layer())
     assert len(cache.append_all([rows([1])] * 2, [rows([2])] * 2)) == 2
     cache.append(0, rows([2]), rows([2]))
     assert len(cache) == 1
@@ -105,16 +99,16 @@ def test_only_populated_layers_take_part():
         cache.append_all([rows([1])] * 3, [rows([1])] * 3)
 
 
-def test_replacing_a_layer_drops_the_open_step():
+def test_replacing_a_layer_drops_the_open_step(make, layer):
     cache = make()
     cache.append(0, rows([1]), rows([1]))
-    zeros = np.zeros((1, 2, 8, 4), np.float32)
-    cache.set_layer(0, lk.KvLayer(lk.Storage.from_array(zeros), lk.Storage.from_array(zeros)))
+    cache.set_layer(0, layer())
     append_rows(cache, [5])
     assert line(cache.live(0)[0]) == [5]
 
 
-def test_views_are_zero_copy_and_read_only():
+@pytest.mark.parametrize("place", ["cpu"], indirect=True)
+def test_views_on_the_host_are_zero_copy_and_read_only(make):
     cache = make()
     append_rows(cache, [1, 2])
     k, _ = cache.live(0)
@@ -129,7 +123,24 @@ def test_views_are_zero_copy_and_read_only():
     assert np.shares_memory(returned, cache.layers[0].k.array)
 
 
-def test_views_held_across_a_later_write_keep_their_extent_e6():
+@pytest.mark.parametrize("place", ["sim:0"], indirect=True)
+def test_views_of_a_device_are_read_only_copies_of_the_live_rows(make):
+    cache = make()
+    append_rows(cache, [1, 2])
+    k, _ = cache.live(0)
+    assert not k.flags.writeable
+    cache.write_bytes(0, 0, 0, 1, rows([8]))
+    assert line(k) == [1, 2]
+    assert line(cache.live(0)[0]) == [8, 2]
+    base = k
+    while base.base is not None:
+        base = base.base
+    assert base.nbytes == rows([1, 2]).nbytes
+    with pytest.raises(lk.BindingError, match="got a host access, need a copy"):
+        np.asarray(cache.layers[0].k.array)
+
+
+def test_views_held_across_a_later_write_keep_their_extent_e6(make):
     cache = make()
     append_rows(cache, [1])
     first = cache.live(0)[0]
@@ -138,7 +149,7 @@ def test_views_held_across_a_later_write_keep_their_extent_e6():
     assert (line(first), line(second)) == ([1], [1, 2])
 
 
-def test_a_cache_may_append_its_own_rows():
+def test_a_cache_may_append_its_own_rows(make):
     cache = make()
     append_rows(cache, [1, 2, 3])
     cache.append_all(*zip(*(cache.live(i) for i in range(2)), strict=True))
@@ -146,7 +157,7 @@ def test_a_cache_may_append_its_own_rows():
     assert line(cache.live(1)[1]) == [1001, 1002, 1003] * 2
 
 
-def test_rows_of_any_memory_order():
+def test_rows_of_any_memory_order(make):
     cache = make(layers=1)
     values = np.arange(24, dtype=np.float32).reshape(1, 2, 3, 4)
     cache.append(0, np.asfortranarray(values), values.astype(">f4"))
@@ -159,7 +170,7 @@ def test_rows_of_any_memory_order():
 # Capacity
 
 
-def test_exactly_capacity_rows_fit_d2_d3():
+def test_exactly_capacity_rows_fit_d2_d3(make):
     cache = make(capacity=8)
     append_rows(cache, list(range(8)))
     for n in (1, 9):
@@ -177,7 +188,7 @@ def test_exactly_capacity_rows_fit_d2_d3():
     assert state(one_by_one)["slots"][1, "v"][3] == state(cache)["slots"][1, "v"][3]
 
 
-def test_a_step_past_capacity_is_refused_at_its_first_layer():
+def test_a_step_past_capacity_is_refused_at_its_first_layer(make):
     cache = make(capacity=3)
     append_rows(cache, [1, 2])
     with refused(cache, lk.RangeError, "append(layer 1)", "need 4 <= capacity 3"):
@@ -210,7 +221,7 @@ GOOD = rows([7])
         ([[1.0], [1.0, 2.0]], GOOD, lk.LazyKvError, "need"),
     ],
 )
-def test_rows_that_do_not_fit_are_refused(k, v, error, words):
+def test_rows_that_do_not_fit_are_refused(make, k, v, error, words):
     cache = make()
     append_rows(cache, [1, 2])
     with refused(cache, error, words):
@@ -228,7 +239,7 @@ def test_rows_that_do_not_fit_are_refused(k, v, error, words):
         (None, lk.DTypeError, "got layer None"),
     ],
 )
-def test_layers_that_are_not_there_are_refused(layer, error, words):
+def test_layers_that_are_not_there_are_refused(make, layer, error, words):
     cache = make()
     append_rows(cache, [1, 2])
     with refused(cache, error, words):
@@ -237,7 +248,7 @@ def test_layers_that_are_not_there_are_refused(layer, error, words):
         cache.live(layer)
 
 
-def test_append_all_checks_everything_before_the_first_write():
+def test_append_all_checks_everything_before_the_first_write(make):
     cache = make()
     append_rows(cache, [1, 2])
     for ks, vs in (([GOOD], [GOOD]), ([GOOD] * 2, [GOOD]), ([GOOD] * 2, [GOOD] * 3)):
@@ -249,7 +260,7 @@ def test_append_all_checks_everything_before_the_first_write():
         cache.append_all([GOOD] * 2, [GOOD, GOOD.astype(np.float16)])
 
 
-def test_an_append_is_one_pass_and_one_compiled_plan():
+def test_an_append_is_one_pass_and_one_compiled_plan(make, place):
     cache = make(capacity=64)
     append_rows(cache, [0])
     before = lk.stats()
@@ -258,5 +269,6 @@ def test_an_append_is_one_pass_and_one_compiled_plan():
     after = lk.stats()
     assert after.plans_built == before.plans_built
     assert after.plan_cache_hits == before.plan_cache_hits + 63
-    assert after.kernels_run == before.kernels_run + 63 * 4
+    per_slot = 1 if place == "cpu" else 2  # rows of the host travel first
+    assert after.kernels_run == before.kernels_run + 63 * 4 * per_slot
     assert line(cache.live(1)[0]) == list(range(64))

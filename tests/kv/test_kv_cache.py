@@ -5,24 +5,13 @@ import weakref
 
 import numpy as np
 import pytest
-from kv_state import append_rows, line, refused, rows, state
+from kv_state import append_rows, line, raw_bytes, refused, rows, state
 
 import lazykv as lk
 from lazykv.backends.cpu import CpuBackend
 from lazykv.kv.layer import Host
 
 DTYPES = ["f32", "f16", "bf16", "f64", "i8", "u8", "i32", "u32", "i64", "f8_e4m3", "f8_e5m2"]
-
-
-def make(capacity: int = 8, *, layers: int = 2, dtype: str = "f32") -> lk.KvCache:
-    return lk.KvCache.with_capacity(layers, 2, 4, capacity, dtype)
-
-
-def layer(capacity: int = 8, heads: int = 2, dim: int = 4, dtype: str = "f32") -> lk.KvLayer:
-    spec = ((1, heads, capacity, dim), lk.dtype(dtype).numpy)
-    return lk.KvLayer(
-        lk.Storage.from_array(np.zeros(*spec)), lk.Storage.from_array(np.zeros(*spec))
-    )
 
 
 # Construction
@@ -37,14 +26,14 @@ def test_with_dims_starts_without_storage():
 
 
 @pytest.mark.parametrize("name", DTYPES)
-def test_with_capacity_holds_zeros_of_every_dtype(name):
-    cache = lk.KvCache.with_capacity(2, 3, 4, 5, name)
+def test_with_capacity_holds_zeros_of_every_dtype(make, place, name):
+    cache = make(5, heads=3, dtype=name)
     dt = lk.dtype(name)
-    assert (cache.max_seq_len, cache.dtype, str(cache.device_location())) == (5, dt, "cpu")
+    assert (cache.max_seq_len, cache.dtype, str(cache.device_location())) == (5, dt, place)
     stores = [cache.slot_storage(i, s) for i in range(2) for s in lk.KvSlot]
     for store in stores:
         assert (store.shape, store.dtype) == ((1, 3, 5, 4), dt)
-        assert not np.frombuffer(store.array.tobytes(), np.uint8).any()
+        assert not np.frombuffer(raw_bytes(store), np.uint8).any()
     assert len({s.id for s in stores}) == 4
     assert sum(s.nbytes for s in stores) == lk.KvCache.footprint(2, 3, 4, 5, name)
 
@@ -63,7 +52,7 @@ def test_the_documented_footprint():
     assert lk.KvCache.footprint(np.int32(2**30), 2**20, 2**10, 2**10, "f32") == 2**73
 
 
-def test_all_buffers_come_from_one_pass():
+def test_all_buffers_come_from_one_pass(make):
     make(capacity=9)
     before = lk.stats()
     make(capacity=9)
@@ -114,7 +103,7 @@ def test_an_unwired_device_fails_before_anything_is_allocated():
 
 
 @pytest.mark.parametrize("nth", [1, 2, 4])
-def test_a_failed_allocation_leaves_nothing_behind(monkeypatch, nth):
+def test_a_failed_allocation_leaves_nothing_behind(make, monkeypatch, nth):
     made, real = [], CpuBackend.allocate
 
     def allocate(self, nbytes, location):
@@ -142,13 +131,13 @@ def test_more_memory_than_there_is_is_out_of_memory():
 # What the cache is
 
 
-def test_an_empty_cache_is_a_cache():
+def test_an_empty_cache_is_a_cache(make):
     assert bool(make())
     assert bool(lk.KvCache.with_dims(1, 1, 2))
     assert "length 0 of 8" in repr(make())
 
 
-def test_layers_and_slots_by_index():
+def test_layers_and_slots_by_index(make):
     cache = make()
     found = cache.layer(np.int64(1))
     assert found is cache.layers[1] is cache.layer_mut(1)
@@ -165,7 +154,7 @@ def test_layers_and_slots_by_index():
             cache.layer(bad)
 
 
-def test_set_layer_is_the_only_way_to_other_storage():
+def test_set_layer_is_the_only_way_to_other_storage(make):
     cache = make()
     with pytest.raises(TypeError):
         cache.layers[0] = None
@@ -177,11 +166,12 @@ def test_set_layer_is_the_only_way_to_other_storage():
             setattr(cache.layers[0], name, None)
 
 
-def test_a_layer_describes_its_allocation():
+def test_a_layer_describes_its_allocation(make, place):
     one = make(capacity=8).layers[0]
     assert one.k_layout.shape == one.v_layout.shape == (1, 2, 8, 4)
     assert one.k_layout.strides == (64, 32, 4, 1)
-    assert one.k_authority == one.v_authority == Host() == lk.AuthorityState.Host()
+    authority = lk.AuthorityState.Device(lk.DeviceLocation(place))
+    assert one.k_authority == one.v_authority == (Host() if place == "cpu" else authority)
     where = lk.DeviceLocation("cuda:1")
     assert lk.AuthorityState.Device(where).location == where
 
@@ -199,7 +189,7 @@ def test_a_layer_checks_k_against_v():
         lk.KvLayer(k, np.zeros((1, 2, 8, 4), np.float32))
 
 
-def test_versions_count_per_slot():
+def test_versions_count_per_slot(make):
     cache = make()
     cache.bump_version(1, lk.KvSlot.V)
     cache.bump_version(1, 1)
@@ -215,7 +205,7 @@ def test_versions_count_per_slot():
 # The allocation's identity
 
 
-def test_the_id_names_the_allocation():
+def test_the_id_names_the_allocation(make, layer):
     cache = make()
     first = cache.alloc_id()
     append_rows(cache, [1, 2, 3])
@@ -240,12 +230,12 @@ def test_ids_never_repeat_f5():
     assert 0 not in seen
 
 
-def test_the_location_is_proven_or_none():
+def test_the_location_is_proven_or_none(make, layer, place):
     cache = make()
-    assert cache.device_location() == lk.DeviceLocation("cpu")
+    assert cache.device_location() == lk.DeviceLocation(place)
     cache.truncate_to(0)
     cache.reset()
-    assert cache.device_location() == lk.DeviceLocation("cpu")
+    assert cache.device_location() == lk.DeviceLocation(place)
     cache.set_layer(0, layer())
     assert cache.device_location() is None
     cache = make()
@@ -256,7 +246,7 @@ def test_the_location_is_proven_or_none():
 # set_layer and clear
 
 
-def test_set_layer_replaces_storage_and_counts_anew():
+def test_set_layer_replaces_storage_and_counts_anew(make, layer):
     cache = make()
     append_rows(cache, [1, 2])
     new = layer()
@@ -269,32 +259,34 @@ def test_set_layer_replaces_storage_and_counts_anew():
 
 
 @pytest.mark.parametrize(
-    ("index", "make_layer", "error", "words"),
+    ("index", "other", "error", "words"),
     [
-        (2, layer, lk.RangeError, "got layer 2"),
-        (-1, layer, lk.RangeError, "got layer -1"),
-        (0, lambda: layer(heads=4, dim=2), lk.ShapeError, "f32[1,4,8,2]"),
-        (0, lambda: layer(dim=8), lk.ShapeError, "f32[1,2,8,8]"),
-        (0, lambda: layer(capacity=9), lk.ShapeError, "need capacity 8"),
-        (0, lambda: layer(dtype="f16"), lk.DTypeError, "got f16, need f32"),
-        (0, lambda: None, lk.BindingError, "need a KvLayer"),
+        (2, {}, lk.RangeError, "got layer 2"),
+        (-1, {}, lk.RangeError, "got layer -1"),
+        (0.0, {}, lk.DTypeError, "got layer 0.0"),
+        (0, {"heads": 4, "dim": 2}, lk.ShapeError, "f32[1,4,8,2]"),
+        (0, {"dim": 8}, lk.ShapeError, "f32[1,2,8,8]"),
+        (0, {"batch": 2}, lk.ShapeError, "f32[2,2,8,4]"),
+        (0, {"capacity": 9}, lk.ShapeError, "need capacity 8"),
+        (0, {"dtype": "f16"}, lk.DTypeError, "got f16, need f32"),
+        (0, None, lk.BindingError, "need a KvLayer"),
     ],
 )
-def test_set_layer_refuses_what_does_not_fit(index, make_layer, error, words):
+def test_set_layer_refuses_what_does_not_fit(make, layer, index, other, error, words):
     cache = make()
     append_rows(cache, [1, 2])
     with refused(cache, error, "KvCache.set_layer", words):
-        cache.set_layer(index, make_layer())
+        cache.set_layer(index, None if other is None else layer(**other))
 
 
-def test_a_layer_of_another_geometry_is_refused_i5():
+def test_a_layer_of_another_geometry_is_refused_i5(layer):
     cache = lk.KvCache.with_dims(2, 3, 2)
     cache.set_layer(0, layer(heads=3, dim=2))
     with refused(cache, lk.ShapeError, "need [1,3,n,2]"):
         cache.set_layer(1, layer(heads=4, dim=4))
 
 
-def test_two_layers_never_share_storage_i6():
+def test_two_layers_never_share_storage_i6(make, layer):
     cache = make(layers=3)
     append_rows(cache, [1, 2])
     with refused(cache, lk.BindingError, "a storage that layer 0 holds"):
@@ -307,7 +299,7 @@ def test_two_layers_never_share_storage_i6():
         cache.append(2, rows([1]), rows([1]))
 
 
-def test_under_with_dims_the_dtype_follows_the_first_layer():
+def test_under_with_dims_the_dtype_follows_the_first_layer(layer):
     cache = lk.KvCache.with_dims(2, 2, 4)
     cache.set_layer(1, layer(capacity=3, dtype="f16"))
     assert cache.dtype == lk.f16
@@ -320,7 +312,7 @@ def test_under_with_dims_the_dtype_follows_the_first_layer():
     assert cache.dtype == lk.f32
 
 
-def test_clear_drops_storage_and_length():
+def test_clear_drops_storage_and_length(make):
     cache = make()
     append_rows(cache, [1, 2])
     gone = weakref.ref(cache.layers[0].k)
@@ -342,7 +334,7 @@ def test_clear_drops_storage_and_length():
         cache.live(0)
 
 
-def test_reset_keeps_buffers_and_a_new_prompt_sees_none_of_the_old_c1():
+def test_reset_keeps_buffers_and_a_new_prompt_sees_none_of_the_old_c1(make):
     cache, new = make(), make()
     append_rows(cache, [0, 1, 2, 3, 4, 5])
     versions = cache.layers[0].k_version
@@ -360,7 +352,7 @@ def test_reset_keeps_buffers_and_a_new_prompt_sees_none_of_the_old_c1():
 # Length
 
 
-def test_truncate_only_lowers_a1():
+def test_truncate_only_lowers_a1(make):
     cache = make()
     append_rows(cache, [0, 1, 2])
     unchanged = state(cache)
@@ -380,7 +372,7 @@ def test_truncate_only_lowers_a1():
     np.testing.assert_array_equal(cache.layers[0].k.to_numpy()[0, :, 1:], kept[:, 1:])
 
 
-def test_truncating_touches_no_storage():
+def test_truncating_touches_no_storage(make):
     cache = make()
     append_rows(cache, [0, 1, 2])
     before = state(cache)
@@ -390,7 +382,7 @@ def test_truncating_touches_no_storage():
     assert line(cache.live(0)[0]) == [0]
 
 
-def test_the_length_may_be_assigned_within_capacity():
+def test_the_length_may_be_assigned_within_capacity(make):
     cache = make()
     cache.cached_len = 8
     assert len(cache) == 8
@@ -405,7 +397,7 @@ def test_the_length_may_be_assigned_within_capacity():
             cache.cached_len = bad
 
 
-def test_live_rows_of_a_layer_shorter_than_the_length_are_refused():
+def test_live_rows_of_a_layer_shorter_than_the_length_are_refused(layer):
     cache = lk.KvCache.with_dims(1, 2, 4)
     cache.set_layer(0, layer(capacity=3))
     cache.cached_len = 3
@@ -415,8 +407,8 @@ def test_live_rows_of_a_layer_shorter_than_the_length_are_refused():
         cache.live(0)
 
 
-def test_the_length_is_counted_never_inferred_d6_d7():
-    empty = lk.KvCache.with_capacity(1, 4, 2, 8, "f32")
+def test_the_length_is_counted_never_inferred_d6_d7(make):
+    empty = make(layers=1, heads=4, dim=2)
     assert len(empty) == 0
     assert empty.live(0)[0].shape == (1, 4, 0, 2)
     cache = make()
@@ -427,7 +419,7 @@ def test_the_length_is_counted_never_inferred_d6_d7():
     assert cache.layers[0].k.to_numpy().any()
 
 
-def test_a_length_handed_out_does_not_move_e7():
+def test_a_length_handed_out_does_not_move_e7(make):
     cache = make()
     append_rows(cache, [0, 1, 2, 3, 4])
     taken = cache.cached_len

@@ -77,8 +77,9 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     return x / np.sqrt((x * x).mean() + eps) * weight
 
 
-def forward(c: LlamaConfig, weights: LlamaWeights, ids: list[int]) -> Array:
-    """Logits ``[n, vocab]`` after every token."""
+def forward(c: LlamaConfig, weights: LlamaWeights, ids: list[int], sinks: int = 0) -> Array:
+    """Logits ``[n, vocab]`` after every token. With a sliding window, full attention under a mask
+    that leaves the last positions and the first `sinks`."""
     w = {name: getattr(weights, name) for name in ("head", "norm")}
     w = {name: s.to_numpy().astype(np.float64) for name, s in w.items()}
     table = w["head"].T if weights.embedding is None else weights.embedding.to_numpy()
@@ -94,12 +95,15 @@ def forward(c: LlamaConfig, weights: LlamaWeights, ids: list[int]) -> Array:
             for h in range(keys):
                 past_k[h].append(rotate(c, heads[queries + h], position))
                 past_v[h].append(heads[queries + keys + h])
+            window = c.sliding_window or len(ids)
+            near = [p for p in range(position + 1) if p > position - window or p < sinks]
             seen = []
             for h in range(queries):
                 mine = h // (queries // keys)
-                scores = np.array(past_k[mine]) @ rotate(c, heads[h], position) / math.sqrt(dim)
+                past = np.array(past_k[mine])[near]
+                scores = past @ rotate(c, heads[h], position) / math.sqrt(dim)
                 share = np.exp(scores - scores.max())
-                seen.append(share / share.sum() @ np.array(past_v[mine]))
+                seen.append(share / share.sum() @ np.array(past_v[mine])[near])
             x[position] = x[position] + np.concatenate(seen) @ p["output"]
             both = rms_norm(x[position], p["ffn_norm"], c.rms_eps) @ p["gate_up"]
             gate, up = both[: c.intermediate_size], both[c.intermediate_size :]

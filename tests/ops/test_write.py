@@ -110,6 +110,32 @@ def test_G5_rotating_writes_equal_one_row_at_a_time(modulus: int, name: str) -> 
             assert np.array_equal(c.store.to_numpy(), want)
 
 
+@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize(("modulus", "sinks"), [(4, 1), (8, 3), (8, 7), (3, 2)])
+def test_G5_sinks_keep_their_own_slots(modulus: int, sinks: int, name: str) -> None:
+    shape, axis = CACHES[name]
+    for rows in (0, 1, 2, 4, 9, 13):
+        for position in (0, 1, 2, 3, 6, 17):
+            c = Cache(shape)
+            src, data = c.rows(axis, rows)
+            at = c.g.const(np.int64(position))
+            made = c.p.write_slice_rotating(src, axis, at, modulus, sinks)
+            want = np.moveaxis(c.before.copy(), axis, 0)
+            for p, row in enumerate(np.moveaxis(data, axis, 0), position):
+                want[p if p < sinks else sinks + (p - sinks) % (modulus - sinks)] = row
+            want = np.moveaxis(want, 0, axis)
+            assert np.array_equal(c.run(made), want)
+            assert np.array_equal(c.store.to_numpy(), want)
+
+
+def test_a_ring_of_sinks_alone_is_refused() -> None:
+    c = Cache((8,))
+    src, _ = c.rows(0, 2)
+    for sinks in (-1, 4, 5):
+        with pytest.raises(RangeError, match=f"got {sinks} sinks, need 0 <= sinks < modulus 4"):
+            c.p.write_slice_rotating(src, 0, c.g.const(np.int64(0)), 4, sinks)
+
+
 def test_a_negative_ring_position_is_refused() -> None:
     c = Cache((8,))
     src, _ = c.rows(0, 2)
@@ -178,6 +204,7 @@ def test_bodies_say_what_kernels_do(name: str) -> None:
     at = c.g.const(np.int64(4))
     fixed = c.p.write_slice(src, [(4, 7) if a == axis else (0, e) for a, e in enumerate(shape)])
     for made in (fixed, c.p.write_slice_at(src, axis, at),
-                 c.p.write_slice_rotating(src, axis, at, 6), c.p.zero_fill()):  # fmt: skip
+                 c.p.write_slice_rotating(src, axis, at, 6),
+                 c.p.write_slice_rotating(src, axis, at, 6, 2), c.p.zero_fill()):  # fmt: skip
         body = made.op.body(np, c.before, data, np.asarray(4))
         assert np.array_equal(lk.realize(made, {c.p: c.before}), body)

@@ -1,0 +1,25 @@
+"""What the CPU's attention kernels share: rows widened to f32, and the softmax in place."""
+
+import numpy as np
+
+from lazykv.device import Array
+
+
+def widen_rows(rows: Array, flat: Array, bits: bool) -> Array:
+    """Rows as f32 in scratch; a bf16 is the upper half of the f32 of the same value."""
+    wide = flat[: rows.size].reshape(rows.shape)
+    if bits:
+        np.copyto(wide.view(np.uint32), rows)
+        np.left_shift(wide.view(np.uint32), 16, wide.view(np.uint32))
+    else:
+        np.copyto(wide, rows)
+    return wide
+
+
+def exp_in_place(scores: Array, top: Array) -> None:
+    np.subtract(scores, top, scores)
+    np.exp(scores, scores)
+
+
+def divide_rows(out: Array, total: Array) -> None:
+    np.divide(out, total, out)

@@ -1,0 +1,74 @@
+"""Backends that installed packages bring, found by entry point."""
+
+import sys
+
+import numpy as np
+import pytest
+
+import lazykv as lk
+from lazykv.device import registry
+
+PACKAGE = {
+    "half_backend/__init__.py": """
+from lazykv.backends.cpu import CpuBackend
+from lazykv.device import DeviceLocation
+
+class HalfBackend(CpuBackend):
+    name = "half"
+
+    def locations(self):
+        return (DeviceLocation("half:0"),)
+
+class BrokenBackend:
+    def __init__(self):
+        raise ValueError("no driver")
+""",
+    "half_backend-1.0.dist-info/METADATA": "Name: half-backend\nVersion: 1.0\n",
+    "half_backend-1.0.dist-info/entry_points.txt": """
+[lazykv.backends]
+half = half_backend:HalfBackend
+broken = half_backend:BrokenBackend
+missing = half_backend:NotThere
+""",
+}
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    for name, text in PACKAGE.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    registry.backends.pop("half", None)
+    sys.modules.pop("half_backend", None)
+
+
+def test_a_backend_is_found_by_name(installed):
+    assert str(lk.device("half:0")) == "half:0"
+    x = lk.Graph().const(np.float32([1, 2])).to("half:0")
+    assert lk.realize(x + 1).tolist() == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("place", "got"), [("broken:0", "ValueError: no driver"), ("missing:0", "AttributeError")]
+)
+def test_a_broken_one_is_named_and_breaks_no_other(installed, place, got):
+    with pytest.raises(lk.BackendUnavailable, match=got):
+        lk.device(place)
+    assert lk.device("half:0").backend.name == "half"
+
+
+def test_a_location_nobody_serves_says_what_to_install():
+    with pytest.raises(lk.BackendUnavailable, match=r"entry point 'tpu' in 'lazykv\.backends'"):
+        lk.device("tpu:0")
+    with pytest.raises(lk.BackendUnavailable, match=r"lazykv\[cuda13\]"):
+        lk.device("cuda:0")
+
+
+def test_an_index_nobody_serves_names_those_there_are():
+    with pytest.raises(
+        lk.BackendUnavailable, match="need one of: sim:0, sim:1"
+    ):
+        lk.device("sim:7")
