@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from types import EllipsisType
-from typing import Any, SupportsFloat, SupportsIndex, TypeAlias
+from typing import Any, NoReturn, SupportsFloat, SupportsIndex, TypeAlias
 
 import numpy as np
 
@@ -58,7 +58,7 @@ class Graph:
         want = None if dtype is None else _dtype(dtype)
         if isinstance(data, Storage):
             store = data
-        elif want is not None and not hasattr(data, "dtype"):
+        elif want is not None and isinstance(data, int | float | list | tuple):
             store = Storage.from_array(_numbers(data, want))
         else:
             store = Storage.from_array(host_array(data))
@@ -117,6 +117,16 @@ class Graph:
             return self._by_id[node_id]
         except KeyError:
             raise GraphError(f"Graph.node: got id {node_id}, need a node of this graph") from None
+
+    def drop_nodes(self) -> None:
+        """Empty a graph that is done with. Nodes and graph refer to each other, so without this
+        the storages they name would live until the next garbage collection."""
+        self._nodes.clear()
+        self._by_id.clear()
+
+    def __reduce__(self) -> NoReturn:
+        # Also what copy.copy asks for: node ids are unique, so a copy cannot have the same nodes.
+        raise GraphError(f"{self!r}: got a copy or a pickle, need a graph built anew")
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -424,6 +434,9 @@ class Tensor:
 
     def __bool__(self) -> bool:
         raise GraphError(f"bool({self!r}): got a lazy tensor, need a value; realize it first")
+
+    def __reduce__(self) -> NoReturn:
+        raise GraphError(f"{self!r}: got a copy or a pickle, need a node built anew")
 
     def __len__(self) -> int:
         if not self.shape:

@@ -285,6 +285,23 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
+def overlapping(storages: Sequence[Storage | None]) -> list[tuple[int, int]]:
+    """Positions of pairs of different storages that may share host memory.
+
+    Only imported memory can be shared, so only storages with an exporter are compared.
+    """
+    out = []
+    for n, a in enumerate(storages):
+        if a is None or a.exporter is None or a.frozen:
+            continue
+        for m, b in enumerate(storages):
+            if b is None or b is a or (m < n and b.exporter is not None and not b.frozen):
+                continue
+            if a.location == b.location and np.may_share_memory(a.array, b.array):
+                out.append((n, m))
+    return out
+
+
 Claim: TypeAlias = tuple[Storage, bool]
 """A storage and whether it is to be written."""
 

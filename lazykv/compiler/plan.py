@@ -35,7 +35,7 @@ from lazykv.graph import Tensor
 from lazykv.ids import PlanId, next_plan_id
 from lazykv.ops.sources import Alloc, Placeholder
 from lazykv.spec import Spec
-from lazykv.storage import Claim, Storage, acquire_all, release_all
+from lazykv.storage import Claim, Storage, acquire_all, overlapping, release_all
 from lazykv.symbols import EnvLike, Sym, SymEnv, as_int
 
 Bindings: TypeAlias = Mapping[Tensor, Any]
@@ -192,11 +192,16 @@ class Plan:
             raise BindingError(f"plan {self.id}: got {tensor!r}, need a bound leaf of the plan")
         return store
 
-    def input_storage(self, n: int) -> Storage:
-        """The plan's own buffer for a placeholder that takes arrays."""
+    def input_buffer(self, n: int) -> Storage:
+        """Memory for a placeholder that takes arrays, made once; not bound by this."""
         leaf = self.program.leaves[n]
         if n not in self._inputs:
             self._inputs[n] = Storage.allocate(leaf.spec.shape, leaf.spec.dtype, leaf.location)
+        return self._inputs[n]
+
+    def input_storage(self, n: int) -> Storage:
+        """The plan's own buffer for a placeholder that takes arrays, bound to it."""
+        self.input_buffer(n)
         if self._storages[n] is not self._inputs[n]:
             self._storages[n] = self._inputs[n]
             self._stale.add(n)
@@ -246,11 +251,17 @@ class Plan:
             users.setdefault(store.id, []).append(n)
         for same in users.values():
             if len(same) > 1 and any(self.program.leaves[n].written for n in same):
-                names = " and ".join(leaf_name(self.leaves[n], n) for n in same)
-                raise BindingError(
-                    f"{names}: got one storage for all of them, need separate ones, because the "
-                    "plan writes it"
-                )
+                raise self._shared(same)
+        for n, m in overlapping(storages):
+            if self.program.leaves[n].written or self.program.leaves[m].written:
+                raise self._shared((n, m))
+
+    def _shared(self, leaves: Sequence[int]) -> BindingError:
+        names = " and ".join(leaf_name(self.leaves[n], n) for n in leaves)
+        return BindingError(
+            f"{names}: got the same memory for all of them, need separate storages, because the "
+            "plan writes it"
+        )
 
     def _make_claims(self) -> tuple[Claim, ...]:
         claims: dict[int, Claim] = {}
@@ -272,10 +283,15 @@ class Plan:
                 f"plan {self.id}: got a call while it runs, need one thread at a time"
             )
         try:
+            if bindings is not None and not isinstance(bindings, Mapping):
+                got = type(bindings).__name__
+                raise BindingError(f"plan {self.id}: got bindings {got}, need a mapping of Tensors")
             needed = [(self._position[t], v) for t, v in (bindings or {}).items()
                       if t in self._position]  # fmt: skip
             checked = [(n, self.check_binding(n, value)) for n, value in needed]
             self.set_symbols(env)
+            if checked:
+                self._check_bindings(self._after(checked))
             for n, value in checked:
                 self._bind(n, value)
             results = self.execute()
@@ -283,9 +299,18 @@ class Plan:
             self.running.release()
         return results[0] if self.single else results
 
+    def _after(self, bindings: Sequence[tuple[int, Storage | HostArray]]) -> list[Storage | None]:
+        """The storages that binding these would leave."""
+        after = list(self._storages)
+        for n, value in bindings:
+            after[n] = value if isinstance(value, Storage) else self.input_buffer(n)
+        return after
+
     def set_symbols(self, env: EnvLike) -> None:
         """Take symbol values and check every condition on them; nothing has run yet."""
-        given: Any = env._values if isinstance(env, SymEnv) else env or {}
+        given: Any = env._values if isinstance(env, SymEnv) else {} if env is None else env
+        if type(given) is not dict and not isinstance(given, Mapping):
+            raise SymbolError(f"env: got {type(env).__name__}, need a SymEnv or a mapping of Syms")
         values, scalars = self._values, self._registers.scalars
         for n, sym in enumerate(self.symbols):
             if sym not in given:

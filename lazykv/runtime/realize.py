@@ -73,17 +73,28 @@ def realize(
 def run_effects(
     effects: Sequence[Tensor], bindings: Bindings | None = None, env: EnvLike = None
 ) -> None:
-    """Run writes for what they do to storages; nothing is copied out."""
-    plan([], bindings, effects=effects).run(env=env)
+    """Run writes of a throwaway graph for what they do to storages; the graph is used up."""
+    try:
+        plan([], bindings, effects=effects).run(env=env)
+    finally:
+        effects[0].graph.drop_nodes()
 
 
 def allocate(tensors: Sequence[Tensor]) -> list[Storage]:
-    """Realize ``Alloc -> fill`` chains in one pass, each into a new storage that the caller keeps.
+    """Realize ``Alloc -> fill`` chains of a throwaway graph in one pass, each into a new storage
+    that the caller keeps; the graph is used up.
 
     All storages are allocated before the first fill, so a failed allocation leaves nothing behind.
     """
     if not tensors:
         return []
+    try:
+        return _allocate(tensors)
+    finally:
+        tensors[0].graph.drop_nodes()
+
+
+def _allocate(tensors: Sequence[Tensor]) -> list[Storage]:
     kept: dict[Tensor, Storage] = {}
     for t in tensors:
         source = t

@@ -1,5 +1,8 @@
 """KvCache.append, append_all, live and abort_step: rows of one step, layer by layer."""
 
+import gc
+from functools import partial
+
 import numpy as np
 import pytest
 from kv_state import append_rows, line, refused, rows, state
@@ -272,3 +275,26 @@ def test_an_append_is_one_pass_and_one_compiled_plan(make, place):
     per_slot = 1 if place == "cpu" else 2  # rows of the host travel first
     assert after.kernels_run == before.kernels_run + 63 * 4 * per_slot
     assert line(cache.live(1)[0]) == list(range(64))
+
+
+@pytest.mark.parametrize("place", ["sim:0"], indirect=True)
+def test_memory_of_a_device_is_given_back_at_once(make, place):
+    """By reference counts alone: a device's memory may be gone before the collector runs."""
+    location = lk.DeviceLocation(place)
+    used = partial(lk.device(place).backend.used_bytes, location)
+    gc.collect()
+    gc.disable()
+    try:
+        before = used()
+        cache = make()
+        held = used()
+        append_rows(cache, [1, 2])
+        cache.write_bytes(0, 0, 0, 1, rows([3]))
+        cache.live(0)
+        assert used() == held == before + 4 * 2 * 8 * 4 * 4
+        cache.grow(16)
+        assert used() == before + 2 * (held - before)
+        del cache
+        assert used() == before
+    finally:
+        gc.enable()

@@ -58,6 +58,8 @@ def test_linear_scaling_and_stored_divisors():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
+        ({"sliding_window": 0}, "sliding_window 0"),
+        ({"sliding_window": 2.5}, "sliding_window 2.5"),
         ({"vocab_size": 0}, "vocab_size 0"),
         ({"n_layers": -1}, "n_layers -1"),
         ({"hidden_size": 2**31}, "hidden_size 2147483648"),

@@ -208,6 +208,15 @@ def test_unsupported_type_is_named_with_the_supported_ones(build):
         read_gguf(path)
 
 
+@pytest.mark.parametrize(
+    ("declared", "window"),
+    [(None, None), (0, None), (64, 64), ([64, 64], 64), (127, 127), (128, None), (4096, None)],
+)
+def test_sliding_windows_narrower_than_the_context(build, declared, window):
+    metadata = {"llama.attention.sliding_window": declared}
+    assert build(metadata=metadata).config.sliding_window == window
+
+
 def test_O8_heads_per_layer(build):
     same = build(metadata={"llama.attention.head_count_kv": [2, 2]})
     assert same.config.n_kv_heads == 2
@@ -233,7 +242,12 @@ def test_O9_head_size_of_its_own(build):
         ({"llama.rope.scaling.type": "linear"}, "no llama.rope.scaling.factor"),
         ({"llama.expert_count": 8}, "expert_count = 8"),
         ({"llama.attention.causal": False}, "causal = False"),
-        ({"llama.attention.sliding_window": 64}, "sliding_window 64"),
+        ({"llama.attention.sliding_window": "64"}, "sliding_window = '64'"),
+        ({"llama.attention.sliding_window": [64, 0]}, r"sliding_window = \[64, 0\]"),
+        (
+            {"llama.attention.sliding_window": 64, "llama.attention.sliding_window_pattern": 2},
+            "sliding_window_pattern, need no such key: one window of 64 for all layers",
+        ),
         ({"llama.logit_scale": 0.5}, "logit_scale = 0.5"),
         ({"llama.vocab_size": 8}, "vocab_size 8, need 9"),
         ({"llama.block_count": None}, "no llama.block_count"),

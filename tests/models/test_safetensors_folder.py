@@ -167,7 +167,17 @@ def test_shards(build, tmp_path):
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
-        ({"sliding_window": 64}, "sliding_window 64"),
+        ({"sliding_window": 64}, "sliding_window 64 with model_type 'llama'"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window 0"),
+        ({"model_type": "mistral", "sliding_window": -1}, "sliding_window -1"),
+        (
+            {
+                "model_type": "mistral",
+                "sliding_window": 64,
+                "layer_types": ["full_attention", "sliding_attention"],
+            },
+            r"layer_types \['full_attention', 'sliding_attention'\] with sliding_window 64",
+        ),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope scaling 'yarn'"),
         ({"rope_scaling": {"type": "linear"}}, "no factor"),
         ({"rms_norm_eps": -1}, "rms_eps -1.0"),
@@ -202,6 +212,23 @@ def test_configurations_that_fit(build):
     assert build(model_type="mistral", sliding_window=None).config.architecture == "mistral"
     old = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}
     assert build(hf_tensors(**old)).tensors.keys() == weights().keys()
+
+
+@pytest.mark.parametrize(
+    ("changes", "window"),
+    [
+        ({"sliding_window": 64}, 64),
+        ({"sliding_window": 64, "layer_types": ["sliding_attention"] * 2}, 64),
+        ({"sliding_window": 64, "layer_types": ["full_attention"] * 2}, None),
+        ({"sliding_window": 64, "use_sliding_window": False}, None),
+        ({"sliding_window": None}, None),
+        ({"sliding_window": 4096}, None),
+        ({"max_position_embeddings": 8192}, 4096),
+        ({"max_position_embeddings": 8192, "sliding_window": None}, None),
+    ],
+)
+def test_sliding_windows_of_the_mistral_type(build, changes, window):
+    assert build(model_type="mistral", **changes).config.sliding_window == window
 
 
 def test_extra_tensors_are_refused(build):

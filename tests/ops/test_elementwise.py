@@ -7,6 +7,7 @@ import pytest
 from toy_backends import FLOATS, check_everywhere, floats, run_everywhere
 
 import lazykv as lk
+from lazykv.ops.elementwise import ModScalar
 
 SHAPES = [(5,), (2, 3, 4), (), (0,), (2, 0, 3)]
 
@@ -64,6 +65,23 @@ def test_integers_wrap_as_numpys_do(dtype: str) -> None:
             assert np.array_equal(got, function(a, b))
     for got in run_everywhere(lambda t: 3 * t + 1, [a]).values():
         assert np.array_equal(got, a * a.dtype.type(3) + a.dtype.type(1))
+
+
+@pytest.mark.parametrize("dtype", ["i8", "u8", "i32", "i64"])
+def test_the_remainder_is_never_negative(dtype: str) -> None:
+    x = np.arange(-9, 9).astype(lk.dtype(dtype).numpy)
+    for got in run_everywhere(lambda t: t.graph.apply(ModScalar(5), t), [x]).values():
+        assert got.dtype == x.dtype
+        assert got.tolist() == [int(n) % 5 for n in x]
+
+
+@pytest.mark.parametrize(("dtype", "value"), [("i64", 0), ("i64", -3), ("f32", 5), ("u8", 256)])
+def test_a_remainder_that_is_none_is_refused(dtype: str, value: int) -> None:
+    t = lk.Graph().placeholder((3,), dtype)
+    with pytest.raises(lk.DTypeError, match=f"mod_scalar: got {dtype}|mod_scalar: got {value}"):
+        t.graph.apply(ModScalar(value), t)
+    with pytest.raises(lk.DTypeError):
+        t.graph.apply(ModScalar(5, reverse=True), t)
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, "i32", "u8"])

@@ -261,9 +261,9 @@ def test_lengths_out_of_bounds_when_built() -> None:
     for bad in (-1, 0, 8):
         with pytest.raises(RangeError, match=f"length.* {bad}, need 1 <= .* <= 7"):
             build(length=bad)(*shapes())
-    with pytest.raises(RangeError, match="length.* 8, need 0 <= .* <= 7"):
+    with pytest.raises(RangeError, match=r"length.* 8, need 0 <= .* <= 7"):
         build(length=8, causal=False)(*shapes())
-    with pytest.raises(RangeError, match="need 8 <= .* <= 7"):
+    with pytest.raises(RangeError, match=r"need 8 <= .* <= 7"):
         build()(*shapes((0, (1, 3, 8, 6)), (1, (1, 3, 8, 4))))
     ins = shapes()
     with pytest.raises(ShapeError, match=r"got length i64\[1\], need i64\[\]"):

@@ -216,7 +216,7 @@ def test_a_step_of_one_query_allocates_nothing_of_the_rings_size(sinks: int) -> 
         assert peak < 16 << 10
 
 
-def test_B3_B5_means_of_the_rows_in_view() -> None:
+def test_B3_means_of_the_rows_in_view() -> None:
     """Zero queries weigh all rows alike: three queries at positions 3, 4, 5 in a window of 4."""
     q = np.zeros((1, 1, 3, 2), np.float32)
     v = np.arange(6, dtype=np.float32).reshape(1, 1, 6, 1)
@@ -226,6 +226,20 @@ def test_B3_B5_means_of_the_rows_in_view() -> None:
         lambda *t: lk.ring_attention(*t, length=6, window=4), [q, *rings]
     ).values():
         assert got.reshape(-1).tolist() == [1.5, 2.5, 3.5]
+
+
+def test_B5_the_window_counts_the_querys_own_position() -> None:
+    """Window 3; six zero queries in one chunk, and one by one in the smallest ring."""
+    v = np.arange(6, dtype=np.float32).reshape(1, 1, 6, 1)
+    k, want = np.zeros((1, 1, 6, 2), np.float32), [0, 0.5, 1, 2, 3, 4]
+    for first, rows in [(0, 8), *((n, 3) for n in range(6))]:
+        last = 6 if rows == 8 else first + 1
+        q = np.zeros((1, 1, last - first, 2), np.float32)
+        rings = [ring_of(a[:, :, :last], rows, 0) for a in (k, v)]
+        for got in run_everywhere(
+            lambda *t, n=last: lk.ring_attention(*t, length=n, window=3), [q, *rings]
+        ).values():
+            assert got.reshape(-1).tolist() == want[first:last]
 
 
 def test_runs_name_every_position_once_in_order() -> None:

@@ -1,29 +1,35 @@
 """DecodeSession: one plan for every token, the same results, and nothing else done per token."""
 
+import gc
 import sys
 import threading
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
-from kv_state import refused, rows, state
+from kv_state import raw_bytes, refused, rows, state
 from steps import Step, attention_step, data, run
 
 import lazykv as lk
 from lazykv.runtime.plan_cache import plan_cache
 
 
-def make(capacity: int = 16, *, layers: int = 2, heads: int = 2, dim: int = 4, dtype="f32"):
-    cache = lk.KvCache.with_capacity(layers, heads, dim, capacity, dtype)
-    step = attention_step(cache)
-    return cache, step, step.session(cache, model_key=("test",))
+@pytest.fixture
+def make(new_cache):
+    def cache_and_session(capacity=16, *, layers=2, heads=2, dim=4, dtype="f32"):
+        cache = new_cache(layers, heads, dim, capacity, dtype)
+        step = attention_step(cache)
+        return cache, step, step.session(cache, model_key=("test",))
+
+    return cache_and_session
 
 
 # Planned once
 
 
-def test_nothing_is_planned_from_the_second_token_on():
+def test_nothing_is_planned_from_the_second_token_on(make):
     cache, step, session = make()
     run(session, step, cache, data(step, 0))
     plan, nodes, before = session.plan.id, session.node_count, lk.stats()
@@ -42,9 +48,9 @@ def test_nothing_is_planned_from_the_second_token_on():
 
 
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
-def test_results_are_those_of_planning_every_token(dtype):
+def test_results_are_those_of_planning_every_token(make, new_cache, dtype):
     cache, step, session = make(dtype=dtype)
-    other = lk.KvCache.with_capacity(2, 2, 4, 16, dtype)
+    other = new_cache(2, 2, 4, 16, dtype)
     for token in range(16):
         feed = data(step, token, seed=token)
         held = run(session, step, cache, feed)
@@ -56,7 +62,7 @@ def test_results_are_those_of_planning_every_token(dtype):
         assert mine.v.to_numpy().tobytes() == theirs.v.to_numpy().tobytes()
 
 
-def test_a_thousand_offsets_are_one_plan_f1_q1_q2():
+def test_a_thousand_offsets_are_one_plan_f1_q1_q2(make):
     cache, step, session = make(1000, layers=1, heads=1, dim=2)
     run(session, step, cache, data(step, 0))
     before, plans = lk.stats(), len(plan_cache)
@@ -71,7 +77,7 @@ def test_a_thousand_offsets_are_one_plan_f1_q1_q2():
     np.testing.assert_array_equal(cache.live(0)[0][0, 0, :, 0], np.arange(1000))
 
 
-def test_capacity_is_used_up_without_a_new_plan_or_buffer_q5():
+def test_capacity_is_used_up_without_a_new_plan_or_buffer_q5(make):
     cache, step, session = make(128)
     run(session, step, cache, data(step, 0))
     before = lk.stats()
@@ -85,7 +91,7 @@ def test_capacity_is_used_up_without_a_new_plan_or_buffer_q5():
         run(session, step, cache, data(step, 0))
 
 
-def test_no_step_allocates_memory_of_buffer_size():
+def test_no_step_allocates_memory_of_buffer_size(make):
     cache, step, session = make(8192, heads=4, dim=32)  # 4 MiB per slot
     feed = data(step, 1)
     for _ in range(3):
@@ -133,7 +139,7 @@ def calls_before_the_first_kernel(step_once: Callable[[], object], session: lk.D
     return seen
 
 
-def test_a_step_reaches_its_first_kernel_in_a_dozen_calls_and_four_files():
+def test_a_step_reaches_its_first_kernel_in_a_dozen_calls_and_four_files(make):
     cache, step, session = make()
     run(session, step, cache, data(step, 0))
     feed, env = data(step, 1), {step.pos: 1}
@@ -144,7 +150,7 @@ def test_a_step_reaches_its_first_kernel_in_a_dozen_calls_and_four_files():
     assert len({file for file, _ in seen}) <= 4, seen
 
 
-def test_the_count_of_calls_sees_work_that_is_added(monkeypatch):
+def test_the_count_of_calls_sees_work_that_is_added(make, monkeypatch):
     cache, step, session = make()
     run(session, step, cache, data(step, 0))
     feed, env = data(step, 1), {step.pos: 1}
@@ -165,7 +171,7 @@ def test_the_count_of_calls_sees_work_that_is_added(monkeypatch):
 # Results and rows
 
 
-def test_results_are_fresh_e6():
+def test_results_are_fresh_e6(make):
     cache, step, session = make()
     first = run(session, step, cache, data(step, 1))
     second = run(session, step, cache, data(step, 2))
@@ -178,7 +184,7 @@ def test_results_are_fresh_e6():
     assert np.unique(third).tolist() == [4.0]
 
 
-def test_the_length_is_no_part_of_the_plan_f4():
+def test_the_length_is_no_part_of_the_plan_f4(make):
     cache, step, session = make(layers=1)
     for token in range(4):
         out = run(session, step, cache, data(step, token))
@@ -188,7 +194,7 @@ def test_the_length_is_no_part_of_the_plan_f4():
     assert np.unique(out).tolist() == [3.5]
 
 
-def test_capacity_takes_no_part_in_the_result_d4():
+def test_capacity_takes_no_part_in_the_result_d4(make):
     results = []
     for capacity in (5, 6, 20, 40, 4096):
         cache, step, session = make(capacity)
@@ -201,9 +207,9 @@ def test_capacity_takes_no_part_in_the_result_d4():
 
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
 @pytest.mark.parametrize("capacity", [256, 2048])
-def test_rows_past_the_live_length_are_never_read_q4(capacity, dtype):
+def test_rows_past_the_live_length_are_never_read_q4(make, new_cache, capacity, dtype):
     clean, step, session = make(capacity, dtype=dtype)
-    poisoned = lk.KvCache.with_capacity(2, 2, 4, capacity, dtype)
+    poisoned = new_cache(2, 2, 4, capacity, dtype)
     for i in range(2):
         for slot in (0, 1):
             nan = rows([np.nan] * capacity, dtype=clean.dtype.numpy)
@@ -216,7 +222,7 @@ def test_rows_past_the_live_length_are_never_read_q4(capacity, dtype):
         np.testing.assert_array_equal(got, want)
 
 
-def test_write_offsets_follow_the_length_a4():
+def test_write_offsets_follow_the_length_a4(make):
     cache, _, _ = make()
     for i in range(2):
         for slot in (0, 1):
@@ -234,7 +240,7 @@ def test_write_offsets_follow_the_length_a4():
     assert np.isnan(cache.layers[0].k.to_numpy()[0, 0, 13:]).all()
 
 
-def test_a_rejected_draft_leaves_no_trace_a3():
+def test_a_rejected_draft_leaves_no_trace_a3(make):
     cache, step, session = make()
     plan = session.plan.id
     for token in (0, 1, 2, 3, 4, 50, 51, 52, 53):
@@ -250,7 +256,7 @@ def test_a_rejected_draft_leaves_no_trace_a3():
     np.testing.assert_array_equal(out, want)
 
 
-def test_a_bonus_token_is_not_yet_cached_a5():
+def test_a_bonus_token_is_not_yet_cached_a5(make):
     cache, step, session = make()
     for token in (0, 1, 2, 3):
         run(session, step, cache, data(step, token))
@@ -261,7 +267,7 @@ def test_a_bonus_token_is_not_yet_cached_a5():
     assert float(cache.live(0)[0][0, 0, 7, 0]) == 77
 
 
-def test_a_full_prefix_hit_runs_its_last_token_again_c3():
+def test_a_full_prefix_hit_runs_its_last_token_again_c3(make):
     cache, step, session = make()
     for token in range(1, 7):
         first = run(session, step, cache, data(step, token, seed=token))
@@ -271,7 +277,7 @@ def test_a_full_prefix_hit_runs_its_last_token_again_c3():
     np.testing.assert_array_equal(first, again)
 
 
-def test_a_prompt_in_two_parts_is_written_once_c2():
+def test_a_prompt_in_two_parts_is_written_once_c2(make):
     cache, _, _ = make()
     offsets = []
     for seq, value in ((5, 1), (3, 2)):
@@ -284,7 +290,7 @@ def test_a_prompt_in_two_parts_is_written_once_c2():
     assert [float(x) for x in cache.live(0)[0][0, 0, :, 0]] == [1, 1, 1, 1]
 
 
-def test_bytes_written_into_the_cache_are_seen_by_the_next_step():
+def test_bytes_written_into_the_cache_are_seen_by_the_next_step(make):
     cache, step, session = make(layers=1)
     for token in (1, 2, 3):
         run(session, step, cache, data(step, token))
@@ -296,8 +302,8 @@ def test_bytes_written_into_the_cache_are_seen_by_the_next_step():
     assert session.is_valid_for(cache, model_key=("test",))
 
 
-def test_heads_share_keys_in_groups_i3():
-    cache = lk.KvCache.with_capacity(1, 2, 4, 8, "f32")
+def test_heads_share_keys_in_groups_i3(new_cache):
+    cache = new_cache(1, 2, 4, 8, "f32")
     step = attention_step(cache, queries=4)
     feed = data(step, 0)
     feed["v"][:, 0], feed["v"][:, 1] = 10, 20
@@ -305,14 +311,14 @@ def test_heads_share_keys_in_groups_i3():
     assert out[0, :, 0, 0].tolist() == [10, 10, 20, 20]
 
 
-def test_head_counts_that_do_not_divide_are_refused_i4():
-    cache = lk.KvCache.with_capacity(1, 4, 4, 8, "f32")
+def test_head_counts_that_do_not_divide_are_refused_i4(new_cache):
+    cache = new_cache(1, 4, 4, 8, "f32")
     with pytest.raises(lk.ShapeError, match=r"6.*4"):
         attention_step(cache, queries=6)
 
 
-def test_scores_are_summed_in_f32_h5():
-    cache = lk.KvCache.with_capacity(1, 1, 64, 4, "f16")
+def test_scores_are_summed_in_f32_h5(new_cache):
+    cache = new_cache(1, 1, 64, 4, "f16")
     step = attention_step(cache)
     session = step.session(cache)
     feed = {name: np.full(t.shape, 299, t.dtype.numpy) for name, t in step.bound.items()}
@@ -325,7 +331,7 @@ def test_scores_are_summed_in_f32_h5():
     np.testing.assert_allclose(out, 1.0, atol=1e-3)
 
 
-def test_nothing_is_widened_to_f64_h10():
+def test_nothing_is_widened_to_f64_h10(make):
     _, step, session = make()
     session.step(data(step, 1), {step.pos: np.int64(0)})
     assert {r.spec.dtype for r in session.plan.program.registers} == {lk.f32}
@@ -357,7 +363,7 @@ def bad_feeds(step: Step) -> list[tuple[dict, dict, type[lk.LazyKvError], str]]:
 
 
 @pytest.mark.parametrize("case", range(15))
-def test_a_bad_step_changes_nothing_and_the_session_goes_on(case):
+def test_a_bad_step_changes_nothing_and_the_session_goes_on(make, case):
     cache, step, session = make()
     twin, _, other = make()
     for token in (1, 2):
@@ -373,7 +379,7 @@ def test_a_bad_step_changes_nothing_and_the_session_goes_on(case):
     np.testing.assert_array_equal(out, run(other, step, twin, data(step, 3, seed=3)))
 
 
-def test_names_and_symbols_the_plan_does_not_need_are_ignored():
+def test_names_and_symbols_the_plan_does_not_need_are_ignored(make):
     cache, step, session = make()
     feed = {**data(step, 1), "mask": object()}
     out = session.step(feed, {step.pos: 0, lk.Sym("other"): 5})
@@ -384,7 +390,7 @@ def test_names_and_symbols_the_plan_does_not_need_are_ignored():
     run(step.session(cache), step, cache, data(step, 1))
 
 
-def test_feeds_are_copied_whatever_their_memory_order():
+def test_feeds_are_copied_whatever_their_memory_order(make):
     cache, step, session = make()
     plain = data(step, 0, seed=1)
     want = session.step(plain, {step.pos: 0})
@@ -397,7 +403,7 @@ def test_feeds_are_copied_whatever_their_memory_order():
     assert len(cache) == 0
 
 
-def test_a_kernel_that_fails_is_named_and_the_session_recovers():
+def test_a_kernel_that_fails_is_named_and_the_session_recovers(make):
     """Every call of the plan in turn: SCH-10's bytes per op, then the same results as a twin."""
     calls = len(make()[2].plan._calls)
     for n in range(calls):
@@ -418,24 +424,24 @@ def test_a_kernel_that_fails_is_named_and_the_session_recovers():
         for store in torn:  # the writer failed midway: whole again only when rewritten
             with pytest.raises(lk.StorageTornError):
                 session.step(data(step, 2, seed=2), {step.pos: 1})
-            kept = store.array.copy()
+            backend = lk.device(store.location).backend
             with store.write() as a:
-                a[...] = kept
+                backend.copy_in(a, backend.copy_out(a))
         twin, _, other = make()
         other = step.session(twin)
         for seed in (1, 2):
             want = run(other, step, twin, data(step, seed, seed=seed))
         np.testing.assert_array_equal(run(session, step, cache, data(step, 2, seed=2)), want)
-        assert [s.array.tobytes() for s in slots(cache)] == [s.array.tobytes() for s in slots(twin)]
+        assert [raw_bytes(s) for s in slots(cache)] == [raw_bytes(s) for s in slots(twin)]
 
 
 def slots(cache: lk.KvCache) -> list[lk.Storage]:
     return [cache.slot_storage(i, s) for i in range(cache.n_layers()) for s in lk.KvSlot]
 
 
-def test_two_threads_never_interleave_p1():
+def test_two_threads_never_interleave_p1(new_cache):
     """Each thread writes its own row and reads it back in the same step."""
-    cache = lk.KvCache.with_capacity(1, 1, 4, 2, "f32")
+    cache = new_cache(1, 1, 4, 2, "f32")
     g, pos = lk.Graph(), lk.Sym("pos", 0, 1)
     x = g.placeholder((1, 1, 1, 4), "f32", "x")
     k, v = (g.placeholder((1, 1, 2, 4), "f32") for _ in range(2))
@@ -474,7 +480,7 @@ def test_two_threads_never_interleave_p1():
     assert session.realize_count == 400
 
 
-def test_a_step_inside_a_step_is_busy_p1(monkeypatch):
+def test_a_step_inside_a_step_is_busy_p1(make, monkeypatch):
     cache, step, session = make()
     caught = []
 
@@ -489,3 +495,21 @@ def test_a_step_inside_a_step_is_busy_p1(monkeypatch):
     run(session, step, cache, data(step, 1))
     assert len(caught) == 1
     assert session.realize_count == 1
+
+
+@pytest.mark.parametrize("place", ["sim:0"], indirect=True)
+def test_a_dropped_session_gives_its_memory_back_at_once(make, place):
+    """By reference counts alone: a device's memory may be gone before the collector runs."""
+    used = partial(lk.device(place).backend.used_bytes, lk.DeviceLocation(place))
+    gc.collect()
+    gc.disable()
+    try:
+        before = used()
+        cache, step, session = make()
+        cache.held["step"] = session
+        run(session, step, cache, data(step, 1))
+        assert used() > before
+        del cache, session
+        assert used() == before
+    finally:
+        gc.enable()

@@ -1,9 +1,5 @@
 """Plans that are kept and run again, outside of any cache."""
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
@@ -70,40 +66,3 @@ def test_every_length_is_its_own_structure_f2(transposed):
         with pytest.raises(lk.BindingError, match=rf"got f32\[{n + 1},2\]"):
             plan.run({mine: np.zeros((n + 1, 2), np.float32)})
         np.testing.assert_array_equal(out, (value.T if transposed else value) + 1)
-
-
-FORK = """
-import os, threading, sys
-import numpy as np
-import lazykv as lk
-
-store = lk.Storage.from_array(np.zeros(4, np.float32))
-held, done = threading.Event(), threading.Event()
-
-def hold():
-    with store.write():
-        held.set()
-        done.wait(30)
-
-threading.Thread(target=hold, daemon=True).start()
-held.wait(30)
-child = os.fork()
-if child == 0:
-    g = lk.Graph()
-    cache = lk.KvCache.with_capacity(1, 1, 2, 4, "f32")
-    row = np.ones((1, 1, 1, 2), np.float32)
-    cache.append(0, row, row)
-    ok = float(lk.realize(g.const(np.float32(2)) + 1.0)) == 3.0 and len(cache) == 1
-    os._exit(0 if ok else 5)
-_, status = os.waitpid(child, 0)
-done.set()
-sys.exit(os.waitstatus_to_exitcode(status))
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_child_computes_while_the_parent_holds_a_lock_p6():
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORK], timeout=60, check=False
-    )
-    assert done.returncode == 0

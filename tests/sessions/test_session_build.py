@@ -7,8 +7,9 @@ from steps import attention_step, data, run
 import lazykv as lk
 
 
-def make(layers: int = 2) -> lk.KvCache:
-    return lk.KvCache.with_capacity(layers, 2, 4, 8, "f32")
+@pytest.fixture
+def make(new_cache):
+    return new_cache
 
 
 def build(step, cache, ctx=None, **changes):
@@ -16,7 +17,7 @@ def build(step, cache, ctx=None, **changes):
     return lk.DecodeSession.build(ctx or lk.InferenceContext(), step.target, **options)
 
 
-def test_a_session_names_what_it_holds():
+def test_a_session_names_what_it_holds(make):
     cache = make()
     step = attention_step(cache)
     session = build(step, cache)
@@ -28,20 +29,20 @@ def test_a_session_names_what_it_holds():
     assert (session.realize_count, session.node_count > 0) == (1, True)
 
 
-def test_more_layers_than_nodes_is_a_graph_error():
+def test_more_layers_than_nodes_is_a_graph_error(make):
     cache = make()
     step = attention_step(cache)
     with pytest.raises(lk.GraphError, match="got 2 layers in kv and 1 kv_nodes"):
         build(step, cache, kv_nodes=step.kv_nodes[:1])
 
 
-def test_fewer_layers_than_nodes_are_refused():
+def test_fewer_layers_than_nodes_are_refused(make):
     step = attention_step(make(2))
     with pytest.raises(lk.BindingError, match="no storage for layer 1, slot 0"):
         build(step, make(1))
 
 
-def test_a_cleared_cache_is_refused():
+def test_a_cleared_cache_is_refused(make):
     cache = make()
     step = attention_step(cache)
     cache.clear()
@@ -49,14 +50,14 @@ def test_a_cleared_cache_is_refused():
         build(step, cache)
 
 
-def test_a_cache_of_another_geometry_is_refused():
+def test_a_cache_of_another_geometry_is_refused(make):
     step = attention_step(make())
-    other = lk.KvCache.with_capacity(2, 2, 4, 9, "f32")
+    other = make(capacity=9)
     with pytest.raises(lk.BindingError, match=r"got f32\[1,2,9,4\], need f32\[1,2,8,4\]"):
         build(step, other)
 
 
-def test_what_is_neither_bound_nor_held_is_named():
+def test_what_is_neither_bound_nor_held_is_named(make):
     cache = make()
     step = attention_step(cache)
     q = step.bound.pop("q")
@@ -69,7 +70,7 @@ def test_what_is_neither_bound_nor_held_is_named():
     assert np.unique(session.step(feed, {step.pos: 0})).tolist() == [6.0]
 
 
-def test_bound_names_must_be_placeholders_not_bound_elsewhere():
+def test_bound_names_must_be_placeholders_not_bound_elsewhere(make):
     cache = make()
     step = attention_step(cache)
     with pytest.raises(lk.GraphError, match="need a placeholder"):
@@ -80,7 +81,7 @@ def test_bound_names_must_be_placeholders_not_bound_elsewhere():
         build(step, cache, bound={**step.bound, "k0": step.kv_nodes[0][0]})
 
 
-def test_a_constant_cannot_stand_for_a_slot():
+def test_a_constant_cannot_stand_for_a_slot(make):
     cache = make(1)
     step = attention_step(cache)
     const = step.target.graph.const(np.zeros((1, 2, 8, 4), np.float32))
@@ -137,7 +138,7 @@ def test_a_context_refuses_what_it_cannot_bind():
         lk.InferenceContext("nowhere:0")
 
 
-def test_writes_through_a_context_reach_the_cache():
+def test_writes_through_a_context_reach_the_cache(make):
     cache = make(1)
     g, pos = lk.Graph(), lk.Sym("pos")
     dest = g.placeholder((1, 2, 8, 4), "f32")
@@ -149,7 +150,7 @@ def test_writes_through_a_context_reach_the_cache():
     assert cache.live(0)[0][0, 1, :, 0].tolist() == [0, 0, 0, 7]
 
 
-def test_a_context_carries_one_session():
+def test_a_context_carries_one_session(make):
     ctx, cache = lk.InferenceContext(), make()
     step = attention_step(cache)
     assert not ctx.has_decode_session()

@@ -14,8 +14,9 @@ AllocationChanged, Stale, Valid = (
 )
 
 
-def make(*, layers=2, heads=2, dim=4, capacity=8, dtype="f32") -> lk.KvCache:
-    return lk.KvCache.with_capacity(layers, heads, dim, capacity, dtype)
+@pytest.fixture
+def make(new_cache):
+    return new_cache
 
 
 def hold(cache: lk.KvCache, *, seq: int = 1, model_key: tuple = ("m",)) -> lk.DecodeSession:
@@ -34,7 +35,7 @@ def hold(cache: lk.KvCache, *, seq: int = 1, model_key: tuple = ("m",)) -> lk.De
         ({"dtype": "f16"}, "kv.dtype"),
     ],
 )
-def test_another_geometry_is_stale(other, field):
+def test_another_geometry_is_stale(make, other, field):
     session, cache = hold(make()), make(**other)
     assert session.validity_for(cache, model_key=("m",)) is Stale
     assert not session.is_valid_for(cache, model_key=("m",))
@@ -43,7 +44,7 @@ def test_another_geometry_is_stale(other, field):
     assert "kv.alloc_id" in different
 
 
-def test_another_number_of_tokens_is_stale():
+def test_another_number_of_tokens_is_stale(make):
     cache = make()
     session = hold(cache, seq=2)
     assert session.validity_for(cache, seq=2, model_key=("m",)) is Valid
@@ -61,7 +62,7 @@ KEYS = [
 
 
 @pytest.mark.parametrize("mine", range(len(KEYS)))
-def test_model_keys_compare_by_value_and_type(mine):
+def test_model_keys_compare_by_value_and_type(make, mine):
     """Every pair of keys: the same one keeps the plan, any other makes it stale."""
     cache = make()
     session = hold(cache, model_key=KEYS[mine])
@@ -71,13 +72,13 @@ def test_model_keys_compare_by_value_and_type(mine):
         assert session.is_valid_for(cache, model_key=key) is (want is Valid)
 
 
-def test_a_model_id_is_no_plain_number():
+def test_a_model_id_is_no_plain_number(make):
     cache = make()
     session = hold(cache, model_key=("m", ONE))
     assert session.validity_for(cache, model_key=("m", int(ONE))) is Stale
 
 
-def test_another_allocation_alone_is_named_so():
+def test_another_allocation_alone_is_named_so(make):
     a, b = make(), make()
     session = hold(a)
     assert session.alloc_id == a.alloc_id()
@@ -89,7 +90,7 @@ def test_another_allocation_alone_is_named_so():
     assert session.validity_for(a, model_key=("m",)) is Valid
 
 
-def test_what_mints_an_id_ends_validity_and_what_keeps_it_does_not():
+def test_what_mints_an_id_ends_validity_and_what_keeps_it_does_not(make):
     cache = make()
     step = attention_step(cache)
     session = step.session(cache, model_key=("m",))
@@ -107,7 +108,7 @@ def test_what_mints_an_id_ends_validity_and_what_keeps_it_does_not():
     assert session.validity_for(cache, model_key=("m",)) is AllocationChanged
 
 
-def test_a_deleted_cache_is_never_mistaken_for_a_new_one_f5():
+def test_a_deleted_cache_is_never_mistaken_for_a_new_one_f5(make):
     cache = make(layers=1, capacity=2)
     session = hold(cache)
     del cache
@@ -119,7 +120,7 @@ def test_a_deleted_cache_is_never_mistaken_for_a_new_one_f5():
         assert session.validity_for(fresh, model_key=("m",)) is AllocationChanged
 
 
-def test_a_fresh_cache_never_sees_the_old_ones_rows():
+def test_a_fresh_cache_never_sees_the_old_ones_rows(make):
     """SES-9: request A is retired, B comes with a cache of the same shape."""
     a, b = make(), make()
     step = attention_step(a)
@@ -133,7 +134,7 @@ def test_a_fresh_cache_never_sees_the_old_ones_rows():
     assert session.validity_for(a, model_key=("m",)) is Valid
 
 
-def test_bound_data_is_no_part_of_validity():
+def test_bound_data_is_no_part_of_validity(make):
     cache = make()
     step = attention_step(cache)
     session = step.session(cache, model_key=("m",))
@@ -154,7 +155,7 @@ def topology():
 
 
 @pytest.mark.usefixtures("topology")
-def test_the_topology_is_part_of_validity():
+def test_the_topology_is_part_of_validity(make):
     cache = make()
     step = attention_step(cache)
     session = step.session(cache, model_key=("m",))
@@ -177,7 +178,7 @@ def test_the_topology_is_part_of_validity():
 
 
 @pytest.mark.usefixtures("topology")
-def test_a_lost_backend_makes_plans_stale_rather_than_failing():
+def test_a_lost_backend_makes_plans_stale_rather_than_failing(make):
     backend = lk.device("cpu").backend
     cache = make()
     session = hold(cache)
@@ -188,7 +189,7 @@ def test_a_lost_backend_makes_plans_stale_rather_than_failing():
         register_backend("cpu", backend)
 
 
-def test_everything_in_the_manifest_is_named():
+def test_everything_in_the_manifest_is_named(make):
     cache = make(layers=1)
     baked = hold(cache).manifest.baked
     for name in ("structure", "seq", "model_key", "kv.alloc_id", "generation:cpu", "range:pos"):

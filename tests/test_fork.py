@@ -1,0 +1,225 @@
+"""A forked child has one thread: what the parent's other threads held must not hold it up (P6)."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+HEAD = """
+import os, sys, threading, time
+import numpy as np
+import lazykv as lk
+from lazykv import counters
+from lazykv.device import registry
+from lazykv.errors import StorageTornError
+from lazykv.runtime.plan_cache import plan_cache
+
+go = threading.Event()
+
+def elsewhere(hold):
+    '''Run `hold(inside)` in another thread until `go`; returns once it is inside.'''
+    inside = threading.Event()
+    threading.Thread(target=hold, args=(inside,), daemon=True).start()
+    assert inside.wait(30)
+
+def holding(lock):
+    def hold(inside):
+        with lock:
+            inside.set()
+            go.wait(60)
+    return hold
+
+def row(value, n=1):
+    return np.full((1, 2, n, 4), value, np.float32)
+
+def work(place="cpu"):
+    '''Everything the host backend does: allocate, plan, append, decode.'''
+    cache = lk.KvCache.with_capacity(1, 2, 4, 8, "f32", place)
+    cache.append(0, row(1), row(2))
+    g, pos = lk.Graph(), lk.Sym("pos", 0, 7)
+    q, new = g.placeholder((1, 2, 1, 4), "f32"), g.placeholder((1, 2, 1, 4), "f32")
+    k, v = g.placeholder((1, 2, 8, 4), "f32"), g.placeholder((1, 2, 8, 4), "f32")
+    k_all, v_all = (d.at[:, :, pos : pos + 1].set(new) for d in (k, v))
+    target = lk.attention(q, k_all, v_all, length=pos + 1)
+    session = lk.DecodeSession.build(
+        lk.InferenceContext(), target, kv=cache, kv_nodes=[(k, v)], bound={"q": q, "new": new}
+    )
+    feed = {"q": row(0), "new": row(4)}
+    assert (session.step(feed, {pos: 1}) == 3).all()
+    return cache, session, feed, pos
+
+def run(child):
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            start = time.monotonic()
+            child()
+            code = 0 if time.monotonic() - start < 10 else 3
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(pid, 0)
+    go.set()
+    assert os.waitstatus_to_exitcode(status) == 0, status
+"""
+
+
+def run(code: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", HEAD + code],
+        timeout=100, check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_locks_of_the_process_are_free_in_the_child_p6():
+    run("""
+for lock in (counters._lock, plan_cache._lock, registry.lock):
+    elsewhere(holding(lock))
+before = plan_cache._lock
+run(work)
+assert plan_cache._lock is before  # the parent keeps its own
+""")
+
+
+def test_the_childs_work_is_its_own_p6():
+    run("""
+cache, session, feed, pos = work()
+
+def child():
+    assert (session.step(feed, {pos: 1}) == 3).all()
+    cache.reset()
+    cache.append(0, row(7, 5), row(7, 5))
+    assert (cache.live(0)[0] == 7).all()
+    work()
+
+run(child)
+assert len(cache) == 1 and cache.live(0)[0][0, 0, 0, 0] == 1
+work()
+""")
+
+
+def test_what_a_lost_thread_was_reading_is_free_and_what_it_was_writing_is_torn_p6():
+    run("""
+cache, session, feed, pos = work()
+k, v = cache.slot_storage(0, 0), cache.slot_storage(0, 1)
+elsewhere(holding(k.read()))
+elsewhere(holding(v.write()))
+
+def child():
+    cache.write_bytes(0, 0, 0, 8, row(5, 8))
+    try:
+        session.step(feed, {pos: 1})
+    except StorageTornError as e:
+        assert "rewritten whole" in str(e)
+    else:
+        raise AssertionError("read half a write")
+    with v.write() as a:
+        a[...] = 5
+    assert (session.step({**feed, "new": row(5)}, {pos: 1}) == 5).all()
+
+run(child)
+""")
+
+
+def test_what_the_forking_thread_holds_it_still_holds_p6():
+    run("""
+a, b = (lk.Storage.from_array(np.zeros(3, np.float32)) for _ in range(2))
+
+def child():
+    for st, held in ((a, "write"), (b, "read")):
+        try:
+            with st.write():
+                raise AssertionError("got the lock twice")
+        except lk.StorageLockError as e:
+            assert f"own {held}" in str(e)
+    assert a.to_numpy().tolist() == [1, 1, 1]
+
+with a.write() as array, b.read():
+    array[...] = 1
+    run(child)
+with a.write(), b.write():
+    pass
+""")
+
+
+def test_a_step_that_a_lost_thread_was_running_is_busy_p6():
+    run("""
+cache, session, feed, pos = work()
+
+def hold(inside):
+    kernel, args = session.plan._calls[0]
+    def slow(*given):
+        inside.set()
+        go.wait(60)
+        return kernel(*given)
+    session.plan._calls[0] = (slow, args)
+    session.step(feed, {pos: 1})
+
+elsewhere(hold)
+
+def child():
+    try:
+        session.step(feed, {pos: 1})
+    except lk.SessionBusy:
+        return work()
+    raise AssertionError("ran a plan that another thread was in")
+
+run(child)
+""")
+
+
+def test_a_device_cache_is_a_named_error_in_the_child_p6():
+    run("""
+cache, session, feed, pos = work("sim:0")
+plain = lk.KvCache.with_capacity(1, 2, 4, 8, "f32")
+
+def child():
+    work()
+    plain.append(0, row(1), row(1))
+    verbs = (
+        lambda: cache.live(0),
+        lambda: cache.append(0, row(1), row(1)),
+        lambda: cache.write_bytes(0, 0, 0, 1, row(1)),
+        lambda: cache.layers[0].k.to_numpy(),
+        lambda: cache.grow(16),
+        lambda: lk.KvCache.with_capacity(1, 2, 4, 8, "f32", "sim:1"),
+        lambda: lk.device("sim:0"),
+    )
+    for verb in verbs:
+        try:
+            verb()
+        except lk.BackendUnavailable as e:
+            assert "forked child" in str(e) and "spawn" in str(e), e
+        else:
+            raise AssertionError("used a device after fork")
+    try:
+        session.step(feed, {pos: 1})
+    except lk.TopologyChanged as e:
+        assert "sim:0" in str(e)
+    else:
+        raise AssertionError("ran on a device after fork")
+    assert session.validity_for(cache, model_key=()) is lk.PlanValidity.Stale
+    assert len(cache) == 1
+
+run(child)
+cache.append(0, row(1), row(1))
+assert (session.step(feed, {pos: 1}) == 3).all()
+""")
+
+
+def test_a_child_may_serve_the_location_anew_p6():
+    run("""
+from lazykv.backends.sim import SimBackend
+from lazykv.device import register_backend
+work("sim:0")
+
+def child():
+    register_backend("sim", SimBackend())
+    work("sim:0")
+
+run(child)
+""")
