@@ -43,15 +43,8 @@ from lazykv.errors import (
     SymbolRangeError,
     TopologyChanged,
 )
-from lazykv.graph import (
-    Graph,
-    Tensor,
-    attention,
-    concat,
-    latent_attention,
-    ring_attention,
-    where,
-)
+from lazykv.functions import attention, concat, latent_attention, ring_attention, where
+from lazykv.graph import Graph, Tensor
 from lazykv.ids import KvAllocId, ModelInstanceId
 from lazykv.kv.cache import KvCache
 from lazykv.kv.latent import LatentKvCache

@@ -4,10 +4,10 @@ import math
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import SupportsIndex, TypeAlias
+from typing import Any, SupportsIndex, TypeAlias
 
 from lazykv.dtypes import DType
-from lazykv.errors import DTypeError, ShapeError
+from lazykv.errors import DTypeError, RangeError, ShapeError
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -75,3 +75,14 @@ def whole(who: str, name: str, value: SupportsIndex) -> int:
     except TypeError:
         pass
     raise DTypeError(f"{who}: got {name} {value!r}, need a whole number")
+
+
+def finite(name: str, value: Any) -> float:
+    """A caller's real number; NaN and inf are mistakes here, not values."""
+    try:
+        number = float(value) if not isinstance(value, str | bytes) else math.nan
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise RangeError(f"{name}: got {value!r}, need a finite number")
+    return number

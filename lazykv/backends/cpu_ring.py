@@ -69,11 +69,6 @@ def _ring_attention(call: Call) -> Iterable[Step]:
             # Splitting the axis of heads keeps these views, whatever their strides.
             grouped = q[b, mine].reshape(*shape, q.shape[3])
             out = call.out[b, mine].reshape(*shape, v.shape[3])
-            if q.shape[2] == 1 and k.shape[1] == step:
-                rows = np.swapaxes(k[b], 1, 2), v[b]
-                one = grouped[:, :, 0], out[:, :, 0]
-                steps.append((_attend_one, (op, scale, source, *one, *rows, *call.scratch)))
-                continue
             args = (op, scale, source, bits, block, grouped, k[b, keys], v[b, keys], out)
             steps.append((_attend, (*args, *call.scratch)))
     return steps
@@ -81,35 +76,6 @@ def _ring_attention(call: Call) -> Iterable[Step]:
 
 def _check_length(op: RingAttention, queries: int, length: Array) -> None:
     op.check_length(int(length), queries)
-
-
-def _attend_one(
-    op: RingAttention, scale: Array, source: tuple[Any, Any], q: Array, out: Array, kt: Array,
-    v: Array, scaled: Array, flat: Array, sums: Array, _: Array, more: Array,
-) -> None:  # fmt: skip
-    """What `_attend` does for one query per head, with no step between its products: q ``[H, G,
-    D]``, kt ``[H, D, R]``, v ``[H, R, Dv]``, out ``[H, G, Dv]``."""
-    heads, groups, _dim = q.shape
-    last = int(source[0][source[1]])
-    runs = op.runs(last - 1, last, v.shape[1])
-    n = sum([count for _slot, _position, count in runs])
-    scaled, more, total = scaled.reshape(q.shape), more.reshape(out.shape), sums.reshape(heads, groups, 1)
-    scores = flat[: heads * groups * n].reshape(heads, groups, n)
-    np.multiply(q, scale, scaled)
-    at = 0
-    for slot, _position, count in runs:
-        np.matmul(scaled, kt[:, :, slot : slot + count], scores[:, :, at : at + count])
-        at += count
-    np.maximum.reduce(scores, 2, None, total, True)  # type: ignore[call-overload]
-    exp_in_place(scores, total)
-    np.add.reduce(scores, 2, None, total, True)  # type: ignore[call-overload]
-    at = 0
-    for slot, _position, count in runs:
-        np.matmul(scores[:, :, at : at + count], v[:, slot : slot + count], more if at else out)
-        if at:
-            np.add(out, more, out)
-        at += count
-    divide_rows(out, total)
 
 
 def _attend(

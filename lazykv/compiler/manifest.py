@@ -32,5 +32,5 @@ def same(a: object, b: object) -> bool:
     if isinstance(a, float) and isinstance(b, float):
         return a.hex() == b.hex()
     if isinstance(a, tuple) and isinstance(b, tuple):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+        return len(a) == len(b) and all(map(same, a, b))
     return a == b

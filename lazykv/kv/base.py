@@ -4,11 +4,14 @@ The id names the allocation, never the conversation: moving the length keeps it,
 mints a new one. Rollback and truncation are one primitive: the length moves, no byte does.
 """
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NoReturn, Self, SupportsIndex
 
 from lazykv.device import DeviceLocation
-from lazykv.errors import GraphError, RangeError
+from lazykv.errors import GraphError, RangeError, SessionBusy
 from lazykv.ids import KvAllocId, next_alloc_id
 from lazykv.kv.rows import count
 
@@ -22,8 +25,22 @@ class RowCache:
         # Per layer: where its storage was measured to live when it was allocated, else None.
         self._locations: list[DeviceLocation | None] = [None] * n_layers
         self._savepoints: list[Savepoint] = []
+        self._owner = threading.RLock()
         # Plans that models hold for this cache, so that they live and die with it.
         self.held: dict[object, Any] = {}
+
+    @contextmanager
+    def owned(self, who: str) -> Iterator[None]:
+        """One thread at a time reads the length, writes rows and moves the length.
+
+        A second one gets `SessionBusy`; without this, rows of both could land at one position.
+        """
+        if not self._owner.acquire(blocking=False):
+            raise SessionBusy(f"{who}: got a call while another thread appends, need one owner")
+        try:
+            yield
+        finally:
+            self._owner.release()
 
     # Identity
 

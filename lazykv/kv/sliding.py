@@ -196,19 +196,20 @@ class SlidingKvCache(KvPairCache):
     def _append(self, layer: SupportsIndex, values: Sequence[object]) -> tuple[HostArray, ...]:
         i = whole("SlidingKvCache.append", "layer", layer)
         who = f"SlidingKvCache.append(layer {i})"
-        writes, rows = self._check_append(who, i, values)
-        self._check_room(who, rows)
-        step, length = self._step or OpenStep(rows), self._cached_len + rows
-        layers = [*step.layers, i]
-        if set(layers) == set(self._populated()):
-            self._write_at_length(who, [*step.writes, *writes], layers)
-            self._cached_len, self._step = length, None
-            return tuple(self._view(who, storage, length) for storage, _ in writes)
-        # The caller may change its arrays before the step closes.
-        step.writes += [(storage, rows_.copy()) for storage, rows_ in writes]
-        step.layers.add(i)
-        self._step = step
-        return tuple(self._joined(self._view(who, s, self._cached_len), x) for s, x in writes)
+        with self.owned(who):
+            writes, rows = self._check_append(who, i, values)
+            self._check_room(who, rows)
+            step, length = self._step or OpenStep(rows), self._cached_len + rows
+            layers = [*step.layers, i]
+            if set(layers) == set(self._populated()):
+                self._write_at_length(who, [*step.writes, *writes], layers)
+                self._cached_len, self._step = length, None
+                return tuple(self._view(who, storage, length) for storage, _ in writes)
+            # The caller may change its arrays before the step closes.
+            step.writes += [(storage, rows_.copy()) for storage, rows_ in writes]
+            step.layers.add(i)
+            self._step = step
+            return tuple(self._joined(self._view(who, s, self._cached_len), x) for s, x in writes)
 
     def _write_at_length(
         self, who: str, writes: Sequence[tuple[Storage, HostArray]], layers: Sequence[int]

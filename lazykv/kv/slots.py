@@ -191,11 +191,12 @@ class SlotCache(RowCache):
         """
         i = whole(f"{type(self).__name__}.append", "layer", layer)
         who = f"{type(self).__name__}.append(layer {i})"
-        writes, rows = self._check_append(who, i, values)
-        self._write_at_length(who, writes, [i])
-        length = self._cached_len + rows
-        self._note_append(i, rows)
-        return tuple(self._view(who, storage, length) for storage, _ in writes)
+        with self.owned(who):
+            writes, rows = self._check_append(who, i, values)
+            self._write_at_length(who, writes, [i])
+            length = self._cached_len + rows
+            self._note_append(i, rows)
+            return tuple(self._view(who, storage, length) for storage, _ in writes)
 
     def _check_append(
         self, who: str, i: int, values: Sequence[object]
@@ -238,9 +239,10 @@ class SlotCache(RowCache):
         rows = writes[0][1].shape[self.row_axis]
         if any(x.shape[self.row_axis] != rows for _, x in writes):
             raise ShapeError(f"{who}: got different numbers of rows, need {rows} everywhere")
-        self._write_at_length(who, writes, present)
-        self._cached_len += rows
-        return [self._live(i) for i in present]
+        with self.owned(who):
+            self._write_at_length(who, writes, present)
+            self._cached_len += rows
+            return [self._live(i) for i in present]
 
     def _live(self, layer: SupportsIndex) -> tuple[HostArray, ...]:
         """Read-only views of the live rows of a layer's slots; zero-copy where the host can."""

@@ -7,7 +7,8 @@ from numpy.typing import NDArray
 
 from lazykv.device import DeviceLocation
 from lazykv.dtypes import DType, f32, i64
-from lazykv.graph import Graph, Tensor, attention, ring_attention
+from lazykv.functions import attention, ring_attention
+from lazykv.graph import Graph, Tensor
 from lazykv.models.config import LlamaConfig, inv_freq
 from lazykv.models.weights import LayerWeights, LlamaWeights
 from lazykv.ops.sources import SymValue

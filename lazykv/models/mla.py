@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from lazykv.device import DeviceLike
 from lazykv.dtypes import DType, DTypeLike, f32, i64
 from lazykv.errors import GraphError, ModelFormatError, RangeError, ShapeError
-from lazykv.graph import Graph, Tensor, latent_attention
+from lazykv.functions import latent_attention
+from lazykv.graph import Graph, Tensor
 from lazykv.ids import ModelInstanceId
 from lazykv.kv.latent import LatentKvCache
 from lazykv.kv.rows import whole

@@ -115,6 +115,13 @@ class LlamaModel:
         if not tokens.size:
             raise ShapeError("prefill: got an empty prompt, need at least one token")
         self._check_single("prefill", cache)
+        with cache.owned("prefill"):
+            return self._prefill(tokens, cache, ctx)
+
+    def _prefill(
+        self, tokens: NDArray[np.int64], cache: KvPairCache, ctx: InferenceContext | None
+    ) -> NDArray[np.float32]:
+        """Chunk after chunk; a failure rewinds to where the prompt began."""
         start = self.check_room("prefill", cache, tokens.size)
         done, longest = 0, MAX_CHUNK
         if isinstance(cache, SlidingKvCache):
@@ -146,8 +153,9 @@ class LlamaModel:
         tokens = self.check_tokens("decode_step", given)
         if tokens.size != cache.batch:
             raise ShapeError(f"decode_step: got {tokens.size} tokens, need {cache.batch}")
-        self.check_room("decode_step", cache, 1)
-        return self._run(tokens, cache, ctx)
+        with cache.owned("decode_step"):
+            self.check_room("decode_step", cache, 1)
+            return self._run(tokens, cache, ctx)
 
     def score(self, ids: Iterable[SupportsIndex], cache: KvPairCache) -> NDArray[np.float32]:
         """Append tokens in one step and return the logits ``[n, vocab]`` that follow each of them.
@@ -158,8 +166,9 @@ class LlamaModel:
         if not tokens.size:
             raise ShapeError("score: got no tokens, need at least one")
         self._check_single("score", cache)
-        self.check_room("score", cache, tokens.size)
-        return self._run(tokens, cache, None, every=True)
+        with cache.owned("score"):
+            self.check_room("score", cache, tokens.size)
+            return self._run(tokens, cache, None, every=True)
 
     def session_for(
         self, cache: KvPairCache, seq: int = 1, ctx: InferenceContext | None = None, *,

@@ -63,6 +63,7 @@ class DecodeSession:
         one slot), `bound` the placeholders whose data comes with every step. Any other placeholder
         must have a storage in `ctx`.
         """
+        _check_build(ctx, target, kv, kv_nodes, bound)
         from_ctx = ctx.bindings_for([target])
         bindings: dict[Tensor, Storage] = {**from_ctx, **_kv_bindings(kv, kv_nodes)}
         for name, t in bound.items():
@@ -96,6 +97,8 @@ class DecodeSession:
             )
         try:
             plan.set_symbols(env)
+            if type(data) is not dict and not isinstance(data, Mapping):
+                raise BindingError(f"step: got data {type(data).__name__}, need a mapping of names")
             arrays = []
             for feed in self._feeds:
                 array: Any = data.get(feed.name)
@@ -208,6 +211,23 @@ class _Feed:
         array = host_array(value)
         check_input(self.name, self.tensor.spec, array)
         return to_raw(array)
+
+
+def _check_build(
+    ctx: object, target: object, kv: object, kv_nodes: KvNodes, bound: Mapping[str, Tensor]
+) -> None:
+    """The kinds of the arguments; every node stands for one slot or one input and no other."""
+    who = "DecodeSession.build"
+    if not isinstance(ctx, InferenceContext) or not isinstance(target, Tensor):
+        got = f"{type(ctx).__name__} and {type(target).__name__}"
+        raise GraphError(f"{who}: got {got}, need an InferenceContext and a target Tensor")
+    if not isinstance(kv, KvRebindSource) or not isinstance(bound, Mapping):
+        got = f"kv {type(kv).__name__} and bound {type(bound).__name__}"
+        raise BindingError(f"{who}: got {got}, need a cache and a mapping of names")
+    nodes = [n for pair in kv_nodes for n in pair or () if n is not None]
+    for what, given in (("slots", nodes), ("inputs", list(bound.values()))):
+        if len(set(given)) != len(given):
+            raise GraphError(f"{who}: got one node for several {what}, need one each")
 
 
 class _Never:

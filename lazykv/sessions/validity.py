@@ -64,6 +64,7 @@ class SessionKey:
         self, plan: Plan, ctx: "InferenceContext", lent: Sequence[Tensor], kv: Any, seq: int,
         model_key: tuple[object, ...],
     ) -> None:  # fmt: skip
+        _check_plain(model_key)
         if not isinstance(model_key, tuple):
             raise GraphError(f"model_key: got {type(model_key).__name__}, need a tuple of values")
         self._readers: dict[str, Callable[[], object]] = {}
@@ -75,9 +76,6 @@ class SessionKey:
             name = f"ctx:{leaf_name(t, plan.leaves.index(t))}#{t.node_id}"
             self._readers[name] = lambda t=t: _id_of(ctx.get(t))  # type: ignore[misc]
         self._kv = kv_facts(kv)
-        self._kv_types = [type(value) for value in self._kv.values()]
-        # Floats compare by bits, and what a tuple holds by type: only the long way does that.
-        self._plain = not {float, tuple}.intersection(self._kv_types)
         self._rest = {name: read() for name, read in self._readers.items()}
         self._rest |= {"seq": seq, "model_key": model_key}
         self._epoch = registry.epoch
@@ -101,16 +99,14 @@ class SessionKey:
         return {**gone, **then.differences(now)}
 
     def validity(self, kv: Any, seq: int, model_key: tuple[object, ...]) -> PlanValidity:
-        # The token path: nothing but the cache can have changed, and dicts compare in one call.
+        # The token path: nothing but the cache can have changed.
         if (
             registry.epoch == self._epoch
             and not self._lent
             and type(seq) is int
             and seq == self._rest["seq"]
             and (model_key is self._rest["model_key"] or same(model_key, self._rest["model_key"]))
-            and self._plain
-            and (facts := kv_facts(kv)) == self._kv
-            and [type(value) for value in facts.values()] == self._kv_types
+            and _same_facts(kv_facts(kv), self._kv)
         ):
             return PlanValidity.Valid
         different = self.differences(kv, seq, model_key)
@@ -119,6 +115,20 @@ class SessionKey:
         if set(different) == {ALLOCATION}:
             return PlanValidity.AllocationChanged
         return PlanValidity.Stale
+
+
+def _same_facts(a: dict[str, object], b: dict[str, object]) -> bool:
+    # In another order they are compared the long way.
+    return list(a) == list(b) and all(map(same, a.values(), b.values()))
+
+
+def _check_plain(value: object) -> None:
+    """A key holds plain values: what can change under it would change it unseen."""
+    if isinstance(value, tuple):
+        for item in value:
+            _check_plain(item)
+    elif value is not None and not isinstance(value, str | bytes | int | float):
+        raise GraphError(f"model_key: got {type(value).__name__} in it, need plain values only")
 
 
 def _id_of(storage: Any) -> int | None:

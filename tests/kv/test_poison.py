@@ -62,8 +62,8 @@ def test_intermediates_are_poisoned_before_every_run():
         assert np.isnan(plan.run(feed)).all()
 
 
-def test_nothing_is_watched_without_it(make):
-    assert not config.POISON
+def test_nothing_is_watched_without_it(make, monkeypatch):
+    monkeypatch.setattr(config, "POISON", False)
     cache = make()
     append_rows(cache, [1])
     cache.cached_len = 5

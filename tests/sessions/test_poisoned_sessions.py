@@ -95,6 +95,25 @@ def test_a_window_needs_only_its_own_rows(cache, window, first):
     assert (plan.run(feed, {pos: 3}) == 1).all()
 
 
+@pytest.mark.parametrize("place", ["cpu", "sim:0"])
+def test_rows_of_a_latent_cache_are_watched_too(place):
+    cache = lk.LatentKvCache.with_capacity(2, 8, [(4,), (2,)], "f32", place)
+    g, pos = lk.Graph(), lk.Sym("pos", 0, 7)
+    widths = (4, 2)
+    queries = [g.placeholder((1, 3, 1, n), "f32") for n in widths]
+    slots = [g.placeholder((8, n), "f32") for n in widths]
+    written = [s.at[pos : pos + 1].set(g.const(np.ones((1, s.shape[1]), "f4"))) for s in slots]
+    target = lk.latent_attention(*queries, *written, scale=1.0, length=pos + 1)
+    plan = lk.plan(target, {s: cache.slot_storage(1, n) for n, s in enumerate(slots)})
+    feed = {q: np.zeros(q.shape, np.float32) for q in queries}
+    with pytest.raises(lk.RangeError, match="row 0 of LatentKvCache layer 1, slot 0"):
+        plan.run(feed, {pos: 1})
+    for at in range(2):
+        assert (plan.run(feed, {pos: at}) == 1).all()
+    cache.cached_len = 2
+    assert (cache.live(1)[0] == 1).all()
+
+
 DECODE = """
 import hashlib, sys
 import numpy as np

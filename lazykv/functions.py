@@ -1,0 +1,108 @@
+"""Ops on several tensors that are functions and not methods: attention, `concat`, `where`."""
+
+import math
+from collections.abc import Sequence
+from typing import SupportsFloat
+
+from lazykv.errors import GraphError, ShapeError
+from lazykv.graph import Tensor
+from lazykv.ops.attention import Attention
+from lazykv.ops.latent_attention import LatentAttention
+from lazykv.ops.move import Concat, Where
+from lazykv.ops.ring_attention import RingAttention
+from lazykv.spec import as_axis, finite, whole
+from lazykv.symbols import DimLike, as_dim
+
+
+def _need_tensors(who: str, *values: object) -> None:
+    for value in values:
+        if not isinstance(value, Tensor):
+            raise GraphError(f"{who}: got {type(value).__name__}, need a Tensor")
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, length: DimLike | Tensor | None = None,
+    scale: SupportsFloat | None = None, causal: bool = True, window: int | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """``softmax(scale * q k^T + mask) v`` over the first `length` rows of k and v; see `Attention`.
+
+    q ``[B, Hq, Sq, D]``; k, v ``[B, Hkv, S, D]``. `length` is a number, a symbol expression or a
+    rank-0 i64 tensor (None: all S rows); the last Sq live rows are the queries' own. `scale` is
+    1/sqrt(D) if None. `mask` is bool (True: visible) or additive, broadcastable to
+    ``[B, Hq, Sq, length]``.
+    """
+    _need_tensors("attention", q, k, v)
+    if len(q.shape) != 4 or q.shape[3] == 0:
+        raise ShapeError(f"attention: got q {q.spec}, need rank 4 and D >= 1")
+    is_tensor = isinstance(length, Tensor)
+    op = Attention(
+        scale=1.0 / math.sqrt(q.shape[3]) if scale is None else finite("scale", scale),
+        causal=bool(causal),
+        window=None if window is None else whole("attention", "window", window),
+        length=None if length is None or is_tensor else as_dim(length),
+        has_mask=mask is not None,
+        has_length=is_tensor,
+    )
+    extra = [t for t in (mask, length if is_tensor else None) if t is not None]
+    return q.graph.apply(op, q, k, v, *extra)  # type: ignore[arg-type]
+
+
+def latent_attention(
+    q_latent: Tensor, q_rope: Tensor, latent: Tensor, rope: Tensor, *, scale: SupportsFloat,
+    length: DimLike | Tensor | None = None, causal: bool = True,
+) -> Tensor:  # fmt: skip
+    """Absorbed multi-head latent attention over the first `length` rows; see `LatentAttention`.
+
+    q_latent ``[1, H, Sq, R]``, q_rope ``[1, H, Sq, P]``, latent ``[S, R]``, rope ``[S, P]``; the
+    result is ``[1, H, Sq, R]``. `length` is a number, a symbol expression or a rank-0 i64 tensor
+    (None: all S rows); the last Sq live rows are the queries' own. `scale` has no default: it is
+    1/sqrt of the width of the keys before compression, which no operand shows.
+    """
+    _need_tensors("latent_attention", q_latent, q_rope, latent, rope)
+    is_tensor = isinstance(length, Tensor)
+    op = LatentAttention(
+        scale=finite("scale", scale),
+        causal=bool(causal),
+        length=None if length is None or is_tensor else as_dim(length),
+        has_length=is_tensor,
+    )
+    extra = (length,) if is_tensor else ()
+    return q_latent.graph.apply(op, q_latent, q_rope, latent, rope, *extra)
+
+
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, length: DimLike | Tensor, window: int,
+    sinks: int = 0, scale: SupportsFloat | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention over rings that `write_slice_rotating` fills; see `RingAttention`.
+
+    q ``[B, Hq, Sq, D]``; k, v ``[B, Hkv, R, D]`` with ``R - sinks >= window + Sq - 1``. `length` (a
+    number, a symbol expression or a rank-0 i64 tensor) counts all positions so far, the queries'
+    own included, and may exceed R. A query sees the last `window` positions, its own included, and
+    the first `sinks`. `scale` is 1/sqrt(D) if None.
+    """
+    if len(q.shape) != 4 or q.shape[3] == 0:
+        raise ShapeError(f"ring_attention: got q {q.spec}, need rank 4 and D >= 1")
+    op = RingAttention(
+        scale=1.0 / math.sqrt(q.shape[3]) if scale is None else finite("scale", scale),
+        window=whole("ring_attention", "window", window),
+        sinks=whole("sinks", "sinks", sinks),
+        length=None if isinstance(length, Tensor) else as_dim(length),
+        has_length=isinstance(length, Tensor),
+    )
+    return q.graph.apply(op, q, k, v, *([length] if isinstance(length, Tensor) else []))
+
+
+def concat(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
+    """Tensors one after another along an axis."""
+    if not tensors:
+        raise ShapeError("concat: got no tensors, need at least one")
+    axis = as_axis("concat", axis, len(tensors[0].shape))
+    return tensors[0].graph.apply(Concat(axis), *tensors)
+
+
+def where(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """`a` where the bool condition holds, else `b`; three equal shapes."""
+    _need_tensors("where", condition, a, b)
+    return condition.graph.apply(Where(), condition, a, b)

@@ -1,0 +1,157 @@
+"""Arguments that would weld a plan to the wrong rows, and memory that has to come back."""
+
+import copy
+import gc
+import pickle
+import threading
+
+import numpy as np
+import pytest
+
+import lazykv as lk
+from lazykv.backends.sim import SimBackend
+from lazykv.device import register_backend
+
+ROW = np.ones((1, 1, 1, 4), np.float32)
+
+
+def step_of(cache):
+    g = lk.Graph()
+    shape = (1, 1, cache.max_seq_len, 4)
+    k, v = g.placeholder(shape, "f32", "k"), g.placeholder(shape, "f32", "v")
+    q, row = g.placeholder((1, 1, 1, 4), "f32", "q"), g.placeholder((1, 1, 1, 4), "f32", "row")
+    pos = lk.Sym("pos", 0, cache.max_seq_len - 1)
+    k_all, v_all = k.at[:, :, pos : pos + 1].set(row), v.at[:, :, pos : pos + 1].set(row)
+    return lk.attention(q, k_all, v_all, length=pos + 1), k, v, {"q": q, "row": row}, pos
+
+
+def build(cache, kv_nodes=None, **changes):
+    out, k, v, bound, pos = step_of(cache)
+    call = {"kv": cache, "kv_nodes": kv_nodes(k, v) if kv_nodes else [(k, v)], "bound": bound}
+    call = {"model_key": ("m",), **call, **changes}
+    return lk.DecodeSession.build(call.pop("ctx", lk.InferenceContext()), out, **call), pos
+
+
+@pytest.mark.parametrize(
+    "kv_nodes",
+    [lambda k, v: [(k, k)], lambda k, v: [(k, v), (k, v)], lambda k, v: [(k, v), (v, k)]],
+)
+def test_a_node_stands_for_one_slot(kv_nodes):
+    cache = lk.KvCache.with_capacity(2, 1, 4, 8, "f32")
+    with pytest.raises(lk.GraphError, match="got one node for several slots, need one each"):
+        build(cache, kv_nodes)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kv": None},
+        {"bound": None},
+        {"ctx": None},
+        {"model_key": "abc"},
+        {"model_key": ("a", [1])},
+        {"model_key": ("a", ({},))},
+    ],
+)
+def test_what_cannot_be_baked_is_refused_by_name(change):
+    cache = lk.KvCache.with_capacity(1, 1, 4, 8, "f32")
+    with pytest.raises((lk.GraphError, lk.BindingError), match=r"got .*, need "):
+        build(cache, **change)
+
+
+@pytest.mark.parametrize("data", [None, [1], "ids"])
+def test_step_data_is_a_mapping(data):
+    cache = lk.KvCache.with_capacity(1, 1, 4, 8, "f32")
+    session, pos = build(cache)
+    with pytest.raises(lk.BindingError, match="need a mapping of names"):
+        session.step(data, {pos: 0})
+    with pytest.raises(lk.SymbolError, match="need a SymEnv or a mapping"):
+        session.step({"q": ROW, "row": ROW}, 5)
+    assert session.step({"q": ROW, "row": ROW}, {pos: 0}).tolist() == ROW.tolist()
+
+
+def test_a_second_thread_is_refused_while_one_appends():
+    cache = lk.KvCache.with_capacity(1, 1, 4, 8, "f32")
+    seen = []
+
+    def other():
+        try:
+            cache.append(0, ROW, ROW)
+        except lk.SessionBusy as e:
+            seen.append(str(e))
+
+    with cache.owned("test"):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert len(seen) == 1
+    assert len(cache) == 0
+
+
+def test_memory_of_dropped_caches_and_plans_comes_back_without_a_collection():
+    backend = SimBackend()
+    register_backend("sim", backend)
+    place = backend.locations()[0]
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            before = backend.used_bytes(place)
+            cache = lk.KvCache.with_capacity(2, 1, 4, 64, "f32", "sim:0")
+            cache.append_all([ROW] * 2, [ROW] * 2)
+            cache.write_bytes(0, lk.KvSlot.K, 3, 1, ROW)
+            cache.grow(128)
+            cache.clear()
+            del cache
+            assert backend.used_bytes(place) == before
+    finally:
+        gc.enable()
+
+
+def test_copies_of_handles_do_not_half_work():
+    cache = lk.KvCache.with_capacity(1, 1, 4, 8, "f32")
+    storage = cache.slot_storage(0, 0)
+    assert copy.copy(storage) is storage
+    assert copy.deepcopy(storage) is storage
+    for thing in (cache, lk.Graph(), lk.Graph().const([1.0])):
+        for make in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(lk.GraphError, match="got a copy or a pickle"):
+                make(thing)
+    with pytest.raises(lk.BindingError, match="got a pickle"):
+        pickle.dumps(storage)
+
+
+def test_a_refused_run_leaves_the_bindings_as_they_were():
+    g = lk.Graph()
+    p, o = g.placeholder((4,), "f32", "p"), g.placeholder((4,), "f32", "o")
+    store, frozen = lk.Storage.from_array(np.zeros(4, np.float32)), np.zeros(4, np.float32)
+    frozen.flags.writeable = False
+    plan = lk.plan(p.at[0:1].set(o[1:2]) + o, {p: store, o: np.arange(4, dtype=np.float32)})
+    first = plan.run()
+    with pytest.raises(lk.BindingError):
+        plan.run({o: np.full(4, 9, np.float32), p: lk.Storage.wrap(frozen)})
+    assert plan.run().tolist() == first.tolist()
+
+
+def test_storages_over_one_memory_are_one_storage_to_a_plan_that_writes():
+    memory = np.zeros(6, np.float32)
+    whole, part = lk.Storage.wrap(memory), lk.Storage.wrap(memory[:3])
+    g = lk.Graph()
+    a, b = g.placeholder((6,), "f32", "a"), g.placeholder((3,), "f32", "b")
+    write = a.at[0:3].set(g.const(np.ones(3, np.float32)))
+    with pytest.raises(lk.BindingError, match="a and b: got the same memory"):
+        lk.realize([write, b + 0], {a: whole, b: part})
+    assert lk.realize([a + 0, b + 0], {a: whole, b: part})[1].tolist() == [0, 0, 0]
+
+
+def test_queries_that_overflow_give_zeros_not_nan():
+    g = lk.Graph()
+    big = np.full((1, 1, 1, 4), 1e20, np.float32)
+    k, v = g.const(np.repeat(-big, 3, axis=2)), g.const(np.ones((1, 1, 3, 4), np.float32))
+    assert lk.realize(lk.attention(g.const(big), k, v)).tolist() == [[[[0.0] * 4]]]
+
+
+@pytest.mark.parametrize("data", [b"\0\0\x80?", memoryview(np.array([1 / 3]))])
+def test_typed_buffers_are_not_numbers_to_convert(data):
+    with pytest.raises(lk.DTypeError, match="need dtype f32"):
+        lk.Graph().const(data, "f32")
