@@ -68,7 +68,5 @@ def test_a_location_nobody_serves_says_what_to_install():
 
 
 def test_an_index_nobody_serves_names_those_there_are():
-    with pytest.raises(
-        lk.BackendUnavailable, match="need one of: sim:0, sim:1"
-    ):
+    with pytest.raises(lk.BackendUnavailable, match="need one of: sim:0, sim:1"):
         lk.device("sim:7")

@@ -95,8 +95,15 @@ class Plan:
     @property
     def peak_bytes(self) -> int:
         """Bytes one run holds beyond the storages bound to it: the arenas of intermediates and
-        scratch, copied-in inputs, private allocations and the results."""
+        scratch, copied-in inputs (a placeholder with no binding yet counts as one), private
+        allocations and the results. A kernel that runs an op's portable body takes temporary
+        arrays of its own on top while it runs."""
         own = sum(s.nbytes for s in self._inputs.values())
+        own += sum(
+            t.spec.nbytes
+            for t, s in zip(self.leaves, self._storages, strict=True)
+            if s is None and isinstance(t.op, Placeholder)
+        )
         for t, s in zip(self.leaves, self._storages, strict=True):
             own += s.nbytes if s is not None and isinstance(t.op, Alloc) else 0
         return self.program.arena_bytes + self.program.result_bytes + own

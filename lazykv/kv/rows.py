@@ -30,9 +30,16 @@ def count(who: str, name: str, value: SupportsIndex, least: int = 0) -> int:
     return n
 
 
+MAX_LAYERS = 2**16
+"""Far above any model; a layer costs kilobytes of handles whatever its buffers hold."""
+
+
 def counts(who: str, **values: SupportsIndex) -> tuple[int, ...]:
-    """Whole numbers of at least 1, in the order given."""
-    return tuple(count(who, name, value, 1) for name, value in values.items())
+    """Whole numbers of at least 1, in the order given; no more than `MAX_LAYERS` layers."""
+    out = {name: count(who, name, value, 1) for name, value in values.items()}
+    if out.get("n_layers", 0) > MAX_LAYERS:
+        raise RangeError(f"{who}: got n_layers {out['n_layers']}, need <= {MAX_LAYERS}")
+    return tuple(out.values())
 
 
 def as_slot(who: str, slot: SupportsIndex) -> KvSlot:

@@ -159,11 +159,6 @@ class SlidingKvCache(KvPairCache):
         if rows <= self._sinks:
             self._oldest = self._sinks
 
-    def clear(self) -> None:
-        """Drop every layer and mint a new id; the memory is free for others."""
-        super().clear()
-        self._oldest = self._sinks
-
     def grow(self, new_capacity: SupportsIndex) -> NoReturn:
         """Refused: the bytes of a ring never grow, and rows in other slots would lose their
         place."""

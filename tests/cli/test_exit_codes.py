@@ -164,7 +164,7 @@ def test_a_reader_that_has_enough_is_no_failure():
         "--full",
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout.readline() == b"graph decode: 1931 nodes on cpu\n"
+        assert process.stdout.readline().startswith(b"graph decode: ")
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait() == 0

@@ -121,7 +121,8 @@ def test_bytes_that_are_no_text_are_usage(utf8_mode):
 
 ENDLESS = """
 import signal, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job may start with it ignored
+# A background job may start with the signal ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from lazykv.cli import generate, main
 from lazykv.models import Piece
 def slow(*args, **kwargs):

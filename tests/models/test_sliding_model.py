@@ -28,7 +28,7 @@ def close(got, want, tolerance=1e-4):
     np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * np.abs(want).max())
 
 
-@pytest.mark.parametrize("place", ["cpu", "sim:0"])
+@pytest.mark.parametrize("place", ["cpu", "sim:0", ["sim:1", "sim:0"]], ids=str)
 @pytest.mark.parametrize("sinks", [0, 2])
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_one_plan_decodes_across_many_wraps(interleaved, sinks, place):

@@ -196,7 +196,7 @@ def test_strided_rows_and_another_value_width(queries: int) -> None:
 
 
 def test_many_queries_are_split_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lazykv.backends.cpu._SCORE_BYTES", 200)
+    monkeypatch.setattr("lazykv.backends.cpu_attention._SCORE_BYTES", 200)
     qkv = operands(28, queries=9, rows=12)
     for options in ({}, {"window": 4}, {"causal": False}):
         check_everywhere(

@@ -290,6 +290,45 @@ def test_a_prompt_in_two_parts_is_written_once_c2(make):
     assert [float(x) for x in cache.live(0)[0][0, 0, :, 0]] == [1, 1, 1, 1]
 
 
+def test_a_reset_cache_decodes_like_a_new_one_c1(make):
+    cache, step, session = make()
+    for token in range(6):
+        run(session, step, cache, data(step, token, seed=token))
+    version = cache.layers[0].k.version
+    cache.reset()
+    new, new_step, fresh = make()
+    for token in (20, 21, 22):
+        out = run(session, step, cache, data(step, token, seed=token))
+        want = run(fresh, new_step, new, data(new_step, token, seed=token))
+        np.testing.assert_array_equal(out, want)
+    assert len(cache) == 3
+    assert cache.layers[0].k.version != version
+    for mine, theirs in zip(cache.live(1), new.live(1), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_two_requests_start_from_one_stored_prefix_c5(make):
+    prefix, step, session = make()
+    for token in (1, 2, 3):
+        run(session, step, prefix, data(step, token))
+    before = state(prefix)
+    requests = []
+    for n in (1, 2):
+        cache, own_step, own = make()
+        for i in range(2):
+            for slot, view in enumerate(prefix.live(i)):
+                cache.write_bytes(i, slot, 0, 3, view)
+        cache.cached_len = 3
+        for token in range(4):
+            out = run(own, own_step, cache, data(own_step, 10 * n + token))
+        rows_now = [1, 2, 3, *range(10 * n, 10 * n + 4)]
+        np.testing.assert_allclose(out, 2 * np.mean(rows_now), rtol=1e-6)
+        requests.append((cache, rows_now))
+    assert state(prefix) == before
+    for cache, rows_now in requests:
+        assert cache.live(1)[1][0, 0, :, 0].tolist() == rows_now
+
+
 def test_bytes_written_into_the_cache_are_seen_by_the_next_step(make):
     cache, step, session = make(layers=1)
     for token in (1, 2, 3):
