@@ -19,3 +19,4 @@ test:
 
 bench:
 	env -u OPENBLAS_CORETYPE -u OPENBLAS_L2_SIZE python tools/bench/decode.py
+	python tools/bench/sessions.py
