@@ -14,7 +14,7 @@ from lazykv.errors import BindingError, DTypeError, RangeError, ShapeError
 from lazykv.kv.batch import as_index, reorder_rows, repeated, selected
 from lazykv.kv.layer import KvLayer, KvSlot
 from lazykv.kv.pairs import KvPairCache
-from lazykv.kv.rows import count, counts, whole
+from lazykv.kv.rows import check_layers, count, counts, whole
 from lazykv.kv.slots import places, zeroed
 
 
@@ -39,7 +39,11 @@ class KvCache(KvPairCache):
         Capacity, dtype and location are None; the dtype follows the first inserted layer.
         """
         who = "KvCache.with_dims"
-        return cls(*counts(who, n_layers=n_layers, n_kv_heads=n_kv_heads, head_dim=head_dim))
+        layers, heads, dim = counts(
+            who, n_layers=n_layers, n_kv_heads=n_kv_heads, head_dim=head_dim
+        )
+        check_layers(who, layers)
+        return cls(layers, heads, dim)
 
     @classmethod
     def with_capacity(

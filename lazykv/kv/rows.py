@@ -35,11 +35,14 @@ MAX_LAYERS = 2**16
 
 
 def counts(who: str, **values: SupportsIndex) -> tuple[int, ...]:
-    """Whole numbers of at least 1, in the order given; no more than `MAX_LAYERS` layers."""
-    out = {name: count(who, name, value, 1) for name, value in values.items()}
-    if out.get("n_layers", 0) > MAX_LAYERS:
-        raise RangeError(f"{who}: got n_layers {out['n_layers']}, need <= {MAX_LAYERS}")
-    return tuple(out.values())
+    """Whole numbers of at least 1, in the order given."""
+    return tuple(count(who, name, value, 1) for name, value in values.items())
+
+
+def check_layers(who: str, n_layers: int) -> None:
+    """Refuse a number of layers that no model has, before anything is made for each of them."""
+    if n_layers > MAX_LAYERS:
+        raise RangeError(f"{who}: got n_layers {n_layers}, need <= {MAX_LAYERS}")
 
 
 def as_slot(who: str, slot: SupportsIndex) -> KvSlot:

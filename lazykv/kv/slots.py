@@ -15,7 +15,7 @@ from lazykv.errors import BindingError, GraphError, RangeError, ShapeError
 from lazykv.graph import Graph, Tensor
 from lazykv.kv.base import RowCache
 from lazykv.kv.batch import grown, replace_storages
-from lazykv.kv.rows import as_rows, check_rows, count, whole, write_rows
+from lazykv.kv.rows import as_rows, check_layers, check_rows, count, whole, write_rows
 from lazykv.layout import Layout
 from lazykv.poison import RowLog
 from lazykv.runtime.realize import allocate
@@ -330,6 +330,7 @@ def places(
     who: str, given: DeviceLike | Sequence[DeviceLike | None], layers: int
 ) -> list[DeviceLocation | None]:
     """A location per layer, every one of them served by a backend (None: no such layer here)."""
+    check_layers(who, layers)
     if not isinstance(given, Sequence) or isinstance(given, str):
         return [_device(given).location] * layers
     if len(given) != layers:
