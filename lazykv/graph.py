@@ -1,7 +1,6 @@
 """Graph: an append-only DAG of immutable nodes. Building computes nothing and checks everything."""
 
 from collections.abc import Iterator, Sequence
-from types import EllipsisType
 from typing import Any, NoReturn, SupportsFloat, SupportsIndex, TypeAlias
 
 import numpy as np
@@ -10,6 +9,7 @@ from lazykv.device import DeviceLike, HostArray, as_location, host_array
 from lazykv.dtypes import DType, DTypeLike, dtype
 from lazykv.errors import DTypeError, GraphError, RangeError, ShapeError
 from lazykv.ids import NodeId, next_node_id
+from lazykv.indexing import expand, from_end, half_open, slice_bounds
 from lazykv.layout import Layout
 from lazykv.ops import elementwise as ew
 from lazykv.ops.matmul import MatMul
@@ -31,7 +31,7 @@ from lazykv.ops.views import (
 from lazykv.ops.write import WriteSlice, WriteSliceDoff, WriteSliceRotating
 from lazykv.spec import Shape, Spec, as_axis, as_shape, finite, whole
 from lazykv.storage import Storage
-from lazykv.symbols import Dim, DimLike, as_dim, as_expr
+from lazykv.symbols import DimLike, as_dim, as_expr
 
 Ranges: TypeAlias = Sequence[tuple[DimLike, DimLike]]
 
@@ -206,7 +206,7 @@ class Tensor:
         if not isinstance(ranges, Sequence) or len(ranges) != len(self.shape):
             got = f"{len(ranges)} ranges" if isinstance(ranges, Sequence) else repr(ranges)
             raise ShapeError(f"write_slice: got {got} for {self.spec}, need one range per axis")
-        pairs = [_range("write_slice", axis, r) for axis, r in enumerate(ranges)]
+        pairs = [half_open("write_slice", axis, r) for axis, r in enumerate(ranges)]
         op = WriteSlice(tuple(s for s, _ in pairs), tuple(w for _, w in pairs))
         return self._do(op, src)
 
@@ -289,17 +289,17 @@ class Tensor:
     def __getitem__(self, index: Any) -> "Tensor":
         """Basic indexing: integers, unit-step slices, None and Ellipsis. Nothing is clamped."""
         out, axis = self, 0
-        for item in _expand("index", index, len(self.shape)):
+        for item in expand("index", index, len(self.shape)):
             if item is None:
                 out = out.unsqueeze(axis)
                 axis += 1
             elif isinstance(item, slice):
-                start, width = _slice_bounds("index", axis, item, out.shape[axis])
+                start, width = slice_bounds("index", axis, item, out.shape[axis])
                 if (start, width) != (0, out.shape[axis]):
                     out = out.slice(axis, start, width)
                 axis += 1
             else:
-                start = _from_end(as_dim(item), out.shape[axis])
+                start = from_end(as_dim(item), out.shape[axis])
                 if isinstance(start, int) and not 0 <= start < out.shape[axis]:
                     n = out.shape[axis]
                     raise RangeError(f"index: got {item} on axis {axis}, need {-n} <= index < {n}")
@@ -457,11 +457,11 @@ class _At:
         self._ranges = ranges
 
     def __getitem__(self, index: Any) -> "_At":
-        items = _expand("at", index, len(self._dest.shape))
+        items = expand("at", index, len(self._dest.shape))
         if not all(isinstance(i, slice) for i in items):
             raise GraphError("at: got an index that is not a slice, need start:end on every axis")
         bounds = [
-            _slice_bounds("at", axis, item, self._dest.shape[axis])
+            slice_bounds("at", axis, item, self._dest.shape[axis])
             for axis, item in enumerate(items)
         ]
         return _At(self._dest, [(start, as_expr(start) + width) for start, width in bounds])
@@ -470,45 +470,3 @@ class _At:
         if self._ranges is None:
             raise GraphError("at: got set() without an index, need dest.at[...].set(src)")
         return self._dest.write_slice(src, self._ranges)
-
-
-def _range(who: str, axis: int, pair: tuple[DimLike, DimLike]) -> tuple[Dim, int]:
-    """(start, width) of a half-open range whose width is a number."""
-    try:
-        low, high = pair
-    except (TypeError, ValueError):
-        raise ShapeError(f"{who}: got range {pair!r} on axis {axis}, need (start, end)") from None
-    start, end = as_dim(low), as_dim(high)
-    width = as_dim(as_expr(end) - start)
-    if not isinstance(width, int):
-        raise ShapeError(f"{who}: got width {width} on axis {axis}, need a number")
-    if width < 0:
-        raise RangeError(f"{who}: got range {start}..{end} on axis {axis}, need start <= end")
-    return start, width
-
-
-def _expand(who: str, index: Any, rank: int) -> list[Any]:
-    """One entry per axis (and per None): Ellipsis and missing axes become full slices."""
-    items = list(index) if isinstance(index, tuple) else [index]
-    used = sum(1 for i in items if i is not None and not isinstance(i, EllipsisType))
-    dots = [n for n, i in enumerate(items) if isinstance(i, EllipsisType)]
-    if len(dots) > 1 or used > rank:
-        raise ShapeError(
-            f"{who}: got {len(items)} indices for rank {rank}, need at most one per axis"
-        )
-    place = dots[0] if dots else len(items)
-    items[place : place + 1] = [slice(None)] * (rank - used)
-    return items
-
-
-def _slice_bounds(who: str, axis: int, item: slice, extent: int) -> tuple[Dim, int]:
-    if item.step not in (None, 1):
-        raise GraphError(f"{who}: got step {item.step} on axis {axis}, need 1")
-    start = 0 if item.start is None else _from_end(as_dim(item.start), extent)
-    end = extent if item.stop is None else _from_end(as_dim(item.stop), extent)
-    return _range(who, axis, (start, end))
-
-
-def _from_end(dim: Dim, extent: int) -> Dim:
-    """A negative number counts from the end, as in Python; bounds are checked later."""
-    return dim + extent if isinstance(dim, int) and dim < 0 else dim
