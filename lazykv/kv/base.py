@@ -4,16 +4,15 @@ The id names the allocation, never the conversation: moving the length keeps it,
 mints a new one. Rollback and truncation are one primitive: the length moves, no byte does.
 """
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, NoReturn, Self, SupportsIndex
 
 from lazykv.device import DeviceLocation
-from lazykv.errors import GraphError, RangeError, SessionBusy
+from lazykv.errors import GraphError, RangeError
 from lazykv.ids import KvAllocId, next_alloc_id
 from lazykv.kv.rows import count
+from lazykv.owner import Owner, exclusive
 
 
 class RowCache:
@@ -25,22 +24,17 @@ class RowCache:
         # Per layer: where its storage was measured to live when it was allocated, else None.
         self._locations: list[DeviceLocation | None] = [None] * n_layers
         self._savepoints: list[Savepoint] = []
-        self._owner = threading.RLock()
+        self._owner = Owner()
         # Plans that models hold for this cache, so that they live and die with it.
         self.held: dict[object, Any] = {}
 
-    @contextmanager
-    def owned(self, who: str) -> Iterator[None]:
+    def owned(self, who: str) -> AbstractContextManager[None]:
         """One thread at a time reads the length, writes rows and moves the length.
 
-        A second one gets `SessionBusy`; without this, rows of both could land at one position.
+        A second one gets `SessionBusy`; without this, rows of both could land at one position, and
+        a rewind during a step would be undone by it.
         """
-        if not self._owner.acquire(blocking=False):
-            raise SessionBusy(f"{who}: got a call while another thread appends, need one owner")
-        try:
-            yield
-        finally:
-            self._owner.release()
+        return self._owner.hold(who)
 
     # Identity
 
@@ -86,6 +80,7 @@ class RowCache:
         return self._cached_len
 
     @cached_len.setter
+    @exclusive
     def cached_len(self, n: SupportsIndex) -> None:
         rows, who = count(f"{type(self).__name__}.cached_len", "length", n), type(self).__name__
         if self.capacity is not None and rows > self.capacity:
@@ -112,6 +107,7 @@ class RowCache:
             f"{self!r}: got a copy or a pickle, need a new cache; append live rows to it"
         )
 
+    @exclusive
     def truncate_to(self, n: SupportsIndex) -> None:
         """Lower the live length; a larger n does nothing. Storage, id and plans stay.
 
@@ -138,6 +134,7 @@ class RowCache:
         # A savepoint of a greater length would bring back rows that later writes may replace.
         self._savepoints = [s for s in self._savepoints if s.length <= rows]
 
+    @exclusive
     def savepoint(self) -> "Savepoint":
         """Remember this length; `rollback` returns to it. Savepoints nest."""
         made = Savepoint(self)
@@ -165,16 +162,18 @@ class Savepoint:
 
     def rollback(self) -> None:
         """Return to the remembered length; inner savepoints end too."""
-        self._check_open("rollback")
         cache = self._cache
-        cache.check_rewind(self.length)
-        self._end()
-        cache.truncate_to(self.length)
+        with cache.owned("Savepoint.rollback"):
+            self._check_open("rollback")
+            cache.check_rewind(self.length)
+            self._end()
+            cache.truncate_to(self.length)
 
     def commit(self) -> None:
         """Keep what came since; inner savepoints end too."""
-        self._check_open("commit")
-        self._end()
+        with self._cache.owned("Savepoint.commit"):
+            self._check_open("commit")
+            self._end()
 
     def _end(self) -> None:
         points = self._cache._savepoints

@@ -16,6 +16,7 @@ from lazykv.kv.layer import KvLayer, KvSlot
 from lazykv.kv.pairs import KvPairCache
 from lazykv.kv.rows import check_layers, count, counts, whole
 from lazykv.kv.slots import places, zeroed
+from lazykv.owner import exclusive
 
 
 class KvCache(KvPairCache):
@@ -101,6 +102,7 @@ class KvCache(KvPairCache):
 
     # Length and storage
 
+    @exclusive
     def clear(self) -> None:
         """Drop every layer and mint a new id; the memory is free for others.
 
@@ -110,6 +112,7 @@ class KvCache(KvPairCache):
         if self._max_seq_len is None:
             self._dtype = None
 
+    @exclusive
     def set_layer(self, index: SupportsIndex, layer: KvLayer) -> None:
         """Replace a layer's storage. Mints a new id and forfeits the proven location."""
         who = "KvCache.set_layer"
@@ -126,6 +129,7 @@ class KvCache(KvPairCache):
         self._step = None
         self._new_allocation()
 
+    @exclusive
     def reorder(self, index: Sequence[SupportsIndex]) -> None:
         """Sequence i becomes what sequence ``index[i]`` was (beam search); storage and id stay.
 
@@ -143,6 +147,7 @@ class KvCache(KvPairCache):
             for slot in KvSlot:
                 self.bump_version(i, slot)
 
+    @exclusive
     def select(self, index: Sequence[SupportsIndex]) -> None:
         """Keep these sequences, in this order, repeats allowed; another batch mints a new id."""
         rows = as_index("KvCache.select", index, self._batch)
@@ -154,6 +159,7 @@ class KvCache(KvPairCache):
             self._replace(lambda slot: selected(slot, rows))
             self._batch = len(rows)
 
+    @exclusive
     def repeat(self, n: SupportsIndex) -> None:
         """Every sequence n times in a row: ``a b`` becomes ``a a b b``."""
         times = count("KvCache.repeat", "n", n, 1)

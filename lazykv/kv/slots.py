@@ -17,6 +17,7 @@ from lazykv.kv.base import RowCache
 from lazykv.kv.batch import grown, replace_storages
 from lazykv.kv.rows import as_rows, check_layers, check_rows, count, whole, write_rows
 from lazykv.layout import Layout
+from lazykv.owner import exclusive
 from lazykv.poison import RowLog
 from lazykv.runtime.realize import allocate
 from lazykv.spec import Shape, Spec
@@ -107,6 +108,7 @@ class SlotCache(RowCache):
 
     abort_step = drop_open_step
 
+    @exclusive
     def clear(self) -> None:
         """Drop every layer and mint a new id; the memory is free for others."""
         for i in range(self.n_layers()):
@@ -116,6 +118,7 @@ class SlotCache(RowCache):
         self._step = None
         self._new_allocation()
 
+    @exclusive
     def grow(self, new_capacity: SupportsIndex) -> None:
         """More rows for every layer, old rows kept; mints a new id. A smaller capacity is refused.
 
@@ -158,6 +161,7 @@ class SlotCache(RowCache):
 
     # Writing and reading
 
+    @exclusive
     def write_bytes(
         self, layer: SupportsIndex, slot: SupportsIndex, start: SupportsIndex, n: SupportsIndex,
         data: object, device: DeviceLike | None = None,

@@ -1,6 +1,7 @@
 """LlamaModel: weights, tokenizer and the held plans that decode with them."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
@@ -38,7 +39,10 @@ reach it as bound tables."""
 
 
 class LlamaModel:
-    """A loaded Llama-type model. Weights are shared by every cache and session of this object."""
+    """A loaded Llama-type model. Weights are shared by every cache and session of this object.
+
+    To change them, assign `weights` and raise `weights_epoch`: plans of the old are then stale.
+    """
 
     def __init__(
         self, config: LlamaConfig, weights: LlamaWeights, *, tokenizer: "Tokenizer | None" = None,
@@ -52,6 +56,7 @@ class LlamaModel:
         self.weights_epoch = 0
         self._key: tuple[object, ...] | None = None
         self._placed: dict[tuple[DeviceLocation, ...], LlamaWeights] = {}
+        self._placed_epoch = 0
         self._tokenizer = tokenizer
         self._rope = RopeTable(config)
         self._ctx = InferenceContext("cpu")
@@ -207,6 +212,9 @@ class LlamaModel:
         """The weights where the cache's layers are; copies are made once per set of places."""
         slots = [cache.slot_storage(i, KvSlot.K) for i in range(cache.n_layers())]
         places = tuple(s.location for s in slots if s is not None)
+        if self._placed_epoch != self.weights_epoch:
+            self._placed.clear()
+            self._placed_epoch = self.weights_epoch
         if places not in self._placed:
             self._placed[places] = place_weights(self.weights, places)
         return self._placed[places]
@@ -225,14 +233,17 @@ class LlamaModel:
         every: bool = False,
     ) -> NDArray[np.float32]:  # fmt: skip
         seq, start = len(tokens) // cache.batch, cache.cached_len
-        session = self.session_for(cache, seq, ctx, every=every)
         cos, sin = self._rope.rows(start, seq)
-        (position,) = session.plan.symbols
-        try:
-            logits = session.step({"ids": tokens, "cos": cos, "sin": sin}, {position: start})
-        except BaseException:
-            cache.note_written(start + seq)  # some layers may be
-            raise
+        data = {"ids": tokens, "cos": cos, "sin": sin}
+        # A context's session must not be re-bound to another cache between this and the step.
+        with nullcontext() if ctx is None else ctx.owned("decode"):
+            session = self.session_for(cache, seq, ctx, every=every)
+            (position,) = session.plan.symbols
+            try:
+                logits = session.step(data, {position: start})
+            except BaseException:
+                cache.note_written(start + seq)  # some layers may be
+                raise
         for layer in range(cache.n_layers()):
             cache.bump_version(layer, KvSlot.K)
             cache.bump_version(layer, KvSlot.V)

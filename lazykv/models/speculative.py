@@ -109,6 +109,7 @@ def _stream(
     cache: KvPairCache,
 ) -> Iterator[int]:  # fmt: skip
     pending = sampler(model.prefill(ids, cache))
+    model.session_for(cache)  # planned now: the last rows of a full cache run token by token
     ids.append(pending)
     yield pending
     made = 1

@@ -1,12 +1,14 @@
 """InferenceContext: long-lived storages by node, and the one session a decode loop holds."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from lazykv.device import Device, DeviceLike
 from lazykv.device import device as find_device
 from lazykv.errors import BindingError, GraphError
 from lazykv.graph import Tensor
+from lazykv.owner import Owner, exclusive
 from lazykv.runtime.realize import realize
 from lazykv.sessions.rebind import (
     Absent,
@@ -29,8 +31,13 @@ class InferenceContext:
 
     def __init__(self, device: DeviceLike = "cpu") -> None:
         self.device: Device = find_device(device)
+        self._owner = Owner()
         self._storages: dict[int, Storage] = {}
         self._session: DecodeSession | None = None
+
+    def owned(self, who: str) -> AbstractContextManager[None]:
+        """Hold the context from `refresh` to the end of the step that follows it."""
+        return self._owner.hold(who)
 
     def insert(self, node: Tensor | int, storage: Storage) -> None:
         """Bind a node to a storage for every later pass."""
@@ -90,6 +97,7 @@ class InferenceContext:
     def has_decode_session(self) -> bool:
         return self._session is not None
 
+    @exclusive
     def refresh(
         self, kv: KvRebindSource, *, seq: int = 1, model_key: tuple[object, ...]
     ) -> SessionDisposition:

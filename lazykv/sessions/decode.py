@@ -19,7 +19,14 @@ from lazykv.ids import KvAllocId
 from lazykv.ops.sources import Placeholder
 from lazykv.runtime.realize import plan as make_plan
 from lazykv.sessions.context import InferenceContext
-from lazykv.sessions.rebind import Baked, KvRebindSource, RebindRefusal, find_refusal, layer_count
+from lazykv.sessions.rebind import (
+    Baked,
+    KvRebindSource,
+    RebindRefusal,
+    Snapshot,
+    find_refusal,
+    layer_count,
+)
 from lazykv.sessions.validity import PlanValidity, SessionKey
 from lazykv.storage import Storage
 from lazykv.symbols import EnvLike
@@ -163,18 +170,19 @@ class DecodeSession:
             )
         try:
             plan.check_topology()
-            refusal = find_refusal(self._baked(), source)
-            incoming = source.alloc_id()
+            baked = self._baked()
+            once = Snapshot(source, baked)
+            refusal, incoming = find_refusal(baked, once), once.alloc_id()
             if refusal is not None:
                 self.history.append(("refused", self._alloc_id, incoming, refusal))
                 return refusal
-            plan.rebind(_kv_bindings(source, self.kv_nodes))
+            plan.rebind(_kv_bindings(once, self.kv_nodes))
+            self.history.append(("rebound", self._alloc_id, incoming))
+            self._key.rebound(incoming)
+            self._alloc_id = incoming
+            self.rebind_count += 1
         finally:
             plan.running.release()
-        self.history.append(("rebound", self._alloc_id, incoming))
-        self._key.rebound(incoming)
-        self._alloc_id = incoming
-        self.rebind_count += 1
         return None
 
     def _baked(self) -> Baked:

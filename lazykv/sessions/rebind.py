@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from lazykv.device import DeviceLocation
+from lazykv.errors import BindingError
 from lazykv.ids import KvAllocId
+from lazykv.spec import whole
 from lazykv.storage import Storage
 
 
@@ -74,6 +76,36 @@ class StorageTorn(RebindRefusal):
 Baked: TypeAlias = tuple[tuple[Storage | None, ...] | None, ...]
 """The storages a plan is welded to: the slots of every layer (None: it has no such slot, or no such
 layer)."""
+
+
+class Snapshot:
+    """A source read once, so that what is checked is what is bound."""
+
+    def __init__(self, source: object, baked: Baked) -> None:
+        if not isinstance(source, KvRebindSource):
+            raise BindingError(f"rebind: got {type(source).__name__}, need a cache")
+        self._id = KvAllocId(whole("rebind", "alloc_id", source.alloc_id()))
+        self._everywhere = source.rebind_location()
+        by_layer = getattr(source, "layer_location", None)
+        self._by_layer = [by_layer(n) if by_layer else None for n in range(len(baked))]
+        self.n_layers = layer_count(source)
+        self._slots = {
+            (layer, which): source.rebind_slot(layer, which)
+            for layer, pair in enumerate(baked)
+            for which in range(len(pair or ()))
+        }
+
+    def alloc_id(self) -> KvAllocId:
+        return self._id
+
+    def rebind_location(self) -> DeviceLocation | None:
+        return self._everywhere
+
+    def layer_location(self, layer: int) -> DeviceLocation | None:
+        return self._by_layer[layer]
+
+    def rebind_slot(self, layer: int, which: int) -> Storage | None:
+        return self._slots[layer, which]
 
 
 def find_refusal(baked: Baked, source: KvRebindSource) -> RebindRefusal | None:

@@ -30,6 +30,8 @@ class PlanValidity(Enum):
 
 ALLOCATION = "kv.alloc_id"
 _GENERATION = "generation:"
+_OWN = ("structure", "storage:", "range:")
+"""Facts of the plan itself, which no cache or model can change under it."""
 
 
 def kv_facts(kv: Any) -> dict[str, object]:
@@ -69,9 +71,12 @@ class SessionKey:
             raise GraphError(f"model_key: got {type(model_key).__name__}, need a tuple of values")
         self._readers: dict[str, Callable[[], object]] = {}
         for name in plan.manifest.baked:
-            if name.startswith(_GENERATION):
-                place = DeviceLocation(name.removeprefix(_GENERATION))
-                self._readers[name] = lambda place=place: generation(place)  # type: ignore[misc]
+            if name.startswith(_OWN):
+                continue
+            if not name.startswith(_GENERATION):
+                raise GraphError(f"session: got baked {name!r}, need a way to read its value now")
+            place = DeviceLocation(name.removeprefix(_GENERATION))
+            self._readers[name] = lambda place=place: generation(place)  # type: ignore[misc]
         for t in lent:
             name = f"ctx:{leaf_name(t, plan.leaves.index(t))}#{t.node_id}"
             self._readers[name] = lambda t=t: _id_of(ctx.get(t))  # type: ignore[misc]

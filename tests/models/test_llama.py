@@ -469,3 +469,14 @@ def test_weights_are_shared_and_never_written():
                   *(getattr(w, n) for w in m.weights.layers for n in w.__slots__))
     )  # fmt: skip
     assert state(a)["slots"][0, "k"][3] == state(b)["slots"][0, "k"][3]
+
+
+@pytest.mark.parametrize("place", ["cpu", "sim:0"])
+def test_raising_the_epoch_takes_the_new_weights(place):
+    m, other = model(), model(seed=7)
+    cache = m.new_cache(16, device=place)
+    m.prefill(ids(5), cache)
+    m.weights, m.weights_epoch = other.weights, m.weights_epoch + 1
+    cache.reset()
+    want = other.prefill(ids(5), other.new_cache(16, device=place))
+    assert m.prefill(ids(5), cache).tolist() == want.tolist()

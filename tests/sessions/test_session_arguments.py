@@ -155,3 +155,99 @@ def test_queries_that_overflow_give_zeros_not_nan():
 def test_typed_buffers_are_not_numbers_to_convert(data):
     with pytest.raises(lk.DTypeError, match="need dtype f32"):
         lk.Graph().const(data, "f32")
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        lambda c: c.truncate_to(0),
+        lambda c: c.reset(),
+        lambda c: setattr(c, "cached_len", 1),
+        lambda c: c.clear(),
+        lambda c: c.grow(16),
+        lambda c: c.write_bytes(0, 0, 0, 1, ROW),
+        lambda c: c.append(0, ROW, ROW),
+        lambda c: c.reorder([0]),
+        lambda c: c.repeat(2),
+        lambda c: c.savepoint(),
+    ],
+)
+def test_no_verb_of_another_thread_runs_during_a_step(verb):
+    cache = lk.KvCache.with_capacity(1, 1, 4, 8, "f32")
+    cache.append(0, ROW, ROW)
+    before = (len(cache), cache.alloc_id(), cache.live(0)[0].tolist())
+    seen = []
+
+    def other():
+        try:
+            verb(cache)
+        except lk.SessionBusy as e:
+            seen.append(str(e))
+
+    with cache.owned("a step"):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert len(seen) == 1
+    assert (len(cache), cache.alloc_id(), cache.live(0)[0].tolist()) == before
+
+
+def test_a_context_belongs_to_one_thread_from_refresh_to_step():
+    ctx, seen = lk.InferenceContext(), []
+    cache = lk.KvCache.with_capacity(1, 1, 4, 8, "f32")
+
+    def other():
+        try:
+            ctx.refresh(cache, model_key=("m",))
+        except lk.SessionBusy as e:
+            seen.append(str(e))
+
+    with ctx.owned("decode"):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert len(seen) == 1
+
+
+class Source:
+    """A cache behind three methods, one of which misbehaves."""
+
+    def __init__(self, cache, **changes):
+        self.cache, self.reads = cache, 0
+        self.changes = changes
+
+    def alloc_id(self):
+        return self.changes.get("alloc_id", self.cache.alloc_id())
+
+    def rebind_location(self):
+        return self.cache.rebind_location()
+
+    def rebind_slot(self, layer, which):
+        self.reads += 1
+        return self.cache.rebind_slot(layer, which)
+
+
+def test_a_rebind_reads_its_source_once_and_commits_all_or_nothing():
+    old, new = (lk.KvCache.with_capacity(1, 1, 4, 8, "f32") for _ in range(2))
+    session, pos = build(old)
+    good = Source(new)
+    assert session.rebind_kv(good) is None
+    assert good.reads == 2
+    before = (session.alloc_id, session.rebind_count, list(session.history))
+    with pytest.raises(lk.DTypeError, match="got alloc_id 'x', need a whole number"):
+        session.rebind_kv(Source(old, alloc_id="x"))
+    with pytest.raises(lk.BindingError, match="got NoneType, need a cache"):
+        session.rebind_kv(None)
+    assert (session.alloc_id, session.rebind_count, list(session.history)) == before
+    session.step({"q": ROW, "row": ROW}, {pos: 0})
+    assert new.slot_storage(0, 0).to_numpy()[0, 0, 0].tolist() == [1] * 4
+    assert old.slot_storage(0, 0).to_numpy().max() == 0
+
+
+def test_a_new_kind_of_baked_fact_needs_a_reader(monkeypatch):
+    from_plan = lk.Plan.manifest.fget
+    monkeypatch.setattr(
+        lk.Plan, "manifest", property(lambda p: from_plan(p).with_baked({"window": 4}))
+    )
+    with pytest.raises(lk.GraphError, match="got baked 'window', need a way to read"):
+        build(lk.KvCache.with_capacity(1, 1, 4, 8, "f32"))
