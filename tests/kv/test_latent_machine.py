@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from kv_state import machine_settings
 from latent_state import rows, state
 
 import lazykv as lk
@@ -190,5 +190,5 @@ class LatentMachine(RuleBasedStateMachine):
                 assert live.tobytes() == whole[: self.length].tobytes()
 
 
-LatentMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
+LatentMachine.TestCase.settings = machine_settings()
 TestLatentMachine = LatentMachine.TestCase

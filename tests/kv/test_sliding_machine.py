@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from kv_state import line, rows, state
+from kv_state import line, machine_settings, rows, state
 
 import lazykv as lk
 
@@ -168,7 +168,7 @@ class OnSim(SlidingMachine):
     place = "sim:0"
 
 
-SlidingMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=50)
+SlidingMachine.TestCase.settings = machine_settings()
 OnSim.TestCase.settings = settings(max_examples=50, stateful_step_count=30)
 TestSlidingMachine = SlidingMachine.TestCase
 TestSlidingMachineOnSim = OnSim.TestCase
