@@ -63,23 +63,25 @@ class Place:
     layout: Layout
 
 
+def place_of(where: list[Place], index: int, node: Node) -> Place:
+    """The place of a node whose inputs have theirs: a view stays in its input's buffer and version,
+    a destructive op makes a new version of its destination's buffer, anything else owns one."""
+    if node.op.destroys is not None:
+        dest = where[node.inputs[node.op.destroys]]
+        return Place(dest.base, index, dest.layout)
+    if len(node.inputs) == 1:
+        source = where[node.inputs[0]]
+        layout = node.op.alias(source.layout)
+        if layout is not None:
+            return Place(source.base, source.version, layout)
+    return Place(index, index, Layout.contiguous(node.spec.shape))
+
+
 def places(ir: IR) -> list[Place]:
-    """The place of every node: views stay in their input's buffer and version, a destructive op
-    makes a new version of its destination's buffer, everything else owns a buffer."""
+    """The place of every node."""
     out: list[Place] = []
     for index, node in enumerate(ir.nodes):
-        op = node.op
-        if op.destroys is not None:
-            dest = out[node.inputs[op.destroys]]
-            out.append(Place(dest.base, index, dest.layout))
-            continue
-        if len(node.inputs) == 1:
-            source = out[node.inputs[0]]
-            layout = op.alias(source.layout)
-            if layout is not None:
-                out.append(Place(source.base, source.version, layout))
-                continue
-        out.append(Place(index, index, Layout.contiguous(node.spec.shape)))
+        out.append(place_of(out, index, node))
     return out
 
 

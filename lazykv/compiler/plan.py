@@ -113,7 +113,7 @@ class Plan:
         """What is baked (by name) and what is bound."""
         baked: dict[str, object] = {"structure": self.structure}
         bound: dict[str, str] = {}
-        leaves = _distinct([leaf_name(t, n) for n, t in enumerate(self.leaves)])
+        leaves = distinct_names([leaf_name(t, n) for n, t in enumerate(self.leaves)])
         for n, (name, t, s) in enumerate(zip(leaves, self.leaves, self._storages, strict=True)):
             if s is not None and n not in self._inputs:
                 baked[f"storage:{name}"] = int(s.id)
@@ -121,7 +121,9 @@ class Plan:
                 bound[name] = str(t.spec)
         for place, count in self._generations.items():
             baked[f"generation:{place}"] = count
-        for name, sym in zip(_distinct([s.name for s in self.symbols]), self.symbols, strict=True):
+        for name, sym in zip(
+            distinct_names([s.name for s in self.symbols]), self.symbols, strict=True
+        ):
             baked[f"range:{name}"] = (sym.low, sym.high)
             bound[name] = "symbol"
         return Manifest(baked, bound)
@@ -426,7 +428,7 @@ def _moved(program: Program, step: ProgramStep) -> int:
     return program.registers[step.output].spec.nbytes
 
 
-def _distinct(names: Sequence[str]) -> list[str]:
+def distinct_names(names: Sequence[str]) -> list[str]:
     """The names, a repeated one with its position: nothing baked may hide behind its namesake."""
     return [f"{s}#{n}" if s in names[:n] else s for n, s in enumerate(names)]
 

@@ -7,11 +7,10 @@ already rewritten. Data is never looked at: it is not structure.
 from dataclasses import dataclass, field
 from typing import Any
 
-from lazykv.compiler.ir import IR, Node, Place
+from lazykv.compiler.ir import IR, Node, Place, place_of
 from lazykv.device import Backend, DeviceLocation, device
 from lazykv.dtypes import f32
 from lazykv.errors import BackendUnavailable
-from lazykv.layout import Layout
 from lazykv.ops.move import Cast
 from lazykv.ops.op import Op
 from lazykv.ops.sources import Alloc, Const, Placeholder
@@ -56,18 +55,9 @@ class _Rewriter:
             self.known[key] = lowered
             return lowered
         index = self.ir.add(node)
-        self.where.append(self._place(index, node, alias))
+        self.where.append(place_of(self.where, index, node))
         self.known[key] = index
         return index
-
-    def _place(self, index: int, node: Node, alias: Layout | None) -> Place:
-        if node.op.destroys is not None:
-            dest = self.where[node.inputs[node.op.destroys]]
-            return Place(dest.base, index, dest.layout)
-        if alias is not None:
-            source = self.where[node.inputs[0]]
-            return Place(source.base, source.version, alias)
-        return Place(index, index, Layout.contiguous(node.spec.shape))
 
     def lower(self, node: Node) -> int:
         outer = (self.location, self.origin, self.reason)

@@ -7,7 +7,7 @@ from typing import Any
 
 import lazykv.inspect.document as doc
 from lazykv.compiler.ir import IR, Node, Output, Place, is_alias, places
-from lazykv.compiler.plan import Bindings, Plan, leaf_name
+from lazykv.compiler.plan import Bindings, Plan, distinct_names, leaf_name
 from lazykv.compiler.program import Home, Program, Register
 from lazykv.compiler.trace import Trace, stand_in, trace
 from lazykv.device import CPU, DeviceLike, DeviceLocation, device
@@ -64,13 +64,13 @@ class _Collector:
         self.program: Program = plan.program
         self.traced = traced
         self.title = title
-        names = _distinct([s.name for s in traced.symbols])
+        names = distinct_names([s.name for s in traced.symbols])
         self.names = dict(zip(traced.symbols, names, strict=True))
         # Ops of the compiler speak of stand-ins, at the positions of the user's symbols.
         for n, (s, name) in enumerate(zip(traced.symbols, names, strict=True)):
             self.names[stand_in(n, s.low, s.high)] = name
         self.ids = _plan_ids(self.program)
-        self.leaves = _distinct([leaf_name(t, n) for n, t in enumerate(plan.leaves)])
+        self.leaves = distinct_names([leaf_name(t, n) for n, t in enumerate(plan.leaves)])
 
     def document(self) -> doc.Document:
         graph = self.graph()
@@ -299,8 +299,3 @@ def _added(program: Program, index: int) -> str | None:
         placed = isinstance(node.op, Copy) and node.op.location is not None
         return "placement" if placed else "clone"
     return "lowering" if node.reason is not None else None
-
-
-def _distinct(names: Sequence[str]) -> list[str]:
-    """Names told apart by their position where one repeats, as in a plan's manifest."""
-    return [f"{name}#{n}" if name in names[:n] else name for n, name in enumerate(names)]

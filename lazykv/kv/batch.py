@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from lazykv.errors import DTypeError, RangeError
 from lazykv.graph import Graph, Tensor
-from lazykv.kv.rows import whole
 from lazykv.runtime.realize import allocate, run_effects
+from lazykv.spec import whole
 from lazykv.storage import Storage
 
 _ROW_STEP = 64

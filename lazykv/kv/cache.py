@@ -14,9 +14,10 @@ from lazykv.errors import BindingError, DTypeError, RangeError, ShapeError
 from lazykv.kv.batch import as_index, reorder_rows, repeated, selected
 from lazykv.kv.layer import KvLayer, KvSlot
 from lazykv.kv.pairs import KvPairCache
-from lazykv.kv.rows import check_layers, count, counts, whole
+from lazykv.kv.rows import check_layers, count, counts
 from lazykv.kv.slots import places, zeroed
 from lazykv.owner import exclusive
+from lazykv.spec import whole
 
 
 class KvCache(KvPairCache):

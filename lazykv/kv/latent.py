@@ -12,9 +12,9 @@ from typing import ClassVar, SupportsIndex
 from lazykv.device import DeviceLike, HostArray
 from lazykv.dtypes import DType, DTypeLike, dtype
 from lazykv.errors import RangeError, ShapeError
-from lazykv.kv.rows import counts, whole
+from lazykv.kv.rows import counts
 from lazykv.kv.slots import SlotCache, places, zeroed
-from lazykv.spec import Shape, as_shape
+from lazykv.spec import Shape, as_shape, whole
 from lazykv.storage import Storage
 
 

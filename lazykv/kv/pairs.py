@@ -6,9 +6,9 @@ from typing import ClassVar, SupportsIndex
 from lazykv.device import HostArray
 from lazykv.dtypes import DType
 from lazykv.kv.layer import KvLayer
-from lazykv.kv.rows import as_slot, whole
+from lazykv.kv.rows import as_slot
 from lazykv.kv.slots import SlotCache
-from lazykv.spec import Shape
+from lazykv.spec import Shape, whole
 from lazykv.storage import Storage
 
 

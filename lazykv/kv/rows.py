@@ -16,8 +16,7 @@ from lazykv.errors import DTypeError, RangeError, ShapeError
 from lazykv.graph import Graph, Tensor
 from lazykv.kv.layer import KvSlot
 from lazykv.runtime.realize import run_effects
-from lazykv.spec import MAX_BYTES, Shape, Spec
-from lazykv.spec import whole as whole
+from lazykv.spec import MAX_BYTES, Shape, Spec, whole
 from lazykv.storage import Storage
 from lazykv.symbols import DimLike, Sym
 

@@ -16,11 +16,11 @@ from lazykv.errors import GraphError, RangeError
 from lazykv.graph import Graph
 from lazykv.kv.layer import KvSlot
 from lazykv.kv.pairs import KvPairCache
-from lazykv.kv.rows import count, counts, whole
+from lazykv.kv.rows import count, counts
 from lazykv.kv.slots import OpenStep, places, zeroed
 from lazykv.ops.write import ring_runs
 from lazykv.runtime.realize import run_effects
-from lazykv.spec import MAX_BYTES
+from lazykv.spec import MAX_BYTES, whole
 from lazykv.storage import Storage
 
 

@@ -15,12 +15,12 @@ from lazykv.errors import BindingError, GraphError, RangeError, ShapeError
 from lazykv.graph import Graph, Tensor
 from lazykv.kv.base import RowCache
 from lazykv.kv.batch import grown, replace_storages
-from lazykv.kv.rows import as_rows, check_layers, check_rows, count, whole, write_rows
+from lazykv.kv.rows import as_rows, check_layers, check_rows, count, write_rows
 from lazykv.layout import Layout
 from lazykv.owner import exclusive
 from lazykv.poison import RowLog
 from lazykv.runtime.realize import allocate
-from lazykv.spec import Shape, Spec
+from lazykv.spec import Shape, Spec, whole
 from lazykv.storage import Storage, as_host_bytes
 
 

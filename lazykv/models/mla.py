@@ -21,11 +21,11 @@ from lazykv.functions import latent_attention
 from lazykv.graph import Graph, Tensor
 from lazykv.ids import ModelInstanceId
 from lazykv.kv.latent import LatentKvCache
-from lazykv.kv.rows import whole
 from lazykv.models.llama import StepGraph
 from lazykv.models.weights import frozen
 from lazykv.sessions.context import InferenceContext
 from lazykv.sessions.decode import DecodeSession
+from lazykv.spec import whole
 from lazykv.storage import Storage
 from lazykv.symbols import Sym
 

@@ -14,13 +14,14 @@ from lazykv.ids import ModelInstanceId
 from lazykv.kv.cache import KvCache
 from lazykv.kv.layer import KvSlot
 from lazykv.kv.pairs import KvPairCache
-from lazykv.kv.rows import count, whole
+from lazykv.kv.rows import count
 from lazykv.kv.sliding import SlidingKvCache
 from lazykv.models.config import LlamaConfig
 from lazykv.models.llama import Ring, RopeTable, StepGraph, build_step
 from lazykv.models.weights import LlamaWeights, place_weights
 from lazykv.sessions.context import InferenceContext
 from lazykv.sessions.decode import DecodeSession
+from lazykv.spec import whole
 
 if TYPE_CHECKING:
     from lazykv.models.tokenizer import Tokenizer

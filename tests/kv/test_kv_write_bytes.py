@@ -8,6 +8,7 @@ import pytest
 from kv_state import append_rows, line, raw_bytes, refused, rows
 
 import lazykv as lk
+from lazykv.kv.rows import to_head_major, to_position_major
 
 HEADS, DIM, CAPACITY = 2, 3, 7
 DTYPES = ["f32", "f16", "bf16", "f64", "i8", "u8", "i32", "u32", "i64", "f8_e4m3", "f8_e5m2"]
@@ -85,6 +86,8 @@ def test_the_layout_is_head_major_i1(make):
         by_position = (100 * p + 10 * h + d).astype(np.float32)
         cache = make(capacity=4, layers=1, heads=heads, dim=dim)
         head_major = by_position.transpose(1, 0, 2)[None]
+        np.testing.assert_array_equal(to_head_major(by_position), head_major)
+        np.testing.assert_array_equal(to_position_major(head_major), by_position)
         cache.write_bytes(0, 0, 1, positions, head_major)
         cache.cached_len = positions + 1
         live = cache.live(0)[0]
