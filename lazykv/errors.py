@@ -80,3 +80,56 @@ class ModelFormatError(LazyKvError, ValueError):
 
 class PoolError(LazyKvError, RuntimeError):
     """A paged pool refused a call; the pool is as it was."""
+
+
+def must(held: bool, rule: str) -> None:
+    """A pool's own rule; PoolError if it is broken. Not an assertion, which -O would remove."""
+    if not held:
+        raise PoolError(f"check: got a broken pool, need: {rule}")
+
+
+class OutOfBlocks(PoolError, MemoryError):
+    """A pool has fewer free blocks than a call takes."""
+
+    def __init__(self, who: str, need: int, have: int) -> None:
+        super().__init__(
+            f"{who}: got {have} free blocks, need {need}; discard or evict sessions first"
+        )
+        self.need = need
+        self.have = have
+
+
+class UnknownSession(PoolError, LookupError):
+    """Not a session of this pool, or one that was discarded."""
+
+
+class BadSpliceRange(PoolError, IndexError):
+    """A range of blocks lies outside the session that is to share them."""
+
+
+class BadBlockIndex(PoolError, IndexError):
+    """A block index lies outside its session or pool, or is given twice."""
+
+
+class SessionNotResident(PoolError):
+    """A block that the call needs is evicted; restore it first."""
+
+
+class PrefixTargetNotEmpty(PoolError, ValueError):
+    """A prefix goes to the start of a session, and this one has tokens already."""
+
+
+class PrefixNotFullyFilled(PoolError, ValueError):
+    """A prefix is made of full blocks, and the session has fewer of them."""
+
+
+class UnknownPrefix(PoolError, LookupError):
+    """Not a registered prefix of this pool, or one that was released."""
+
+
+class OffsetNotBlockAligned(PoolError, ValueError):
+    """Shared blocks can follow only whole blocks."""
+
+
+class StaleHandle(PoolError, ValueError):
+    """What the handle stands for is gone: it was used, or the slots it covers have changed."""

@@ -1,7 +1,8 @@
 """Identities: counters that never repeat in a process and never are 0."""
 
 import itertools
-from typing import NewType
+from collections.abc import Iterator
+from typing import ClassVar, NewType, Self
 
 NodeId = NewType("NodeId", int)
 PlanId = NewType("PlanId", int)
@@ -12,7 +13,6 @@ _node_ids = itertools.count(1)
 _plan_ids = itertools.count(1)
 _storage_ids = itertools.count(1)
 _alloc_ids = itertools.count(1)
-_model_ids = itertools.count(1)
 
 
 def next_node_id() -> NodeId:
@@ -31,17 +31,38 @@ def next_alloc_id() -> KvAllocId:
     return KvAllocId(next(_alloc_ids))
 
 
-class ModelInstanceId(int):
-    """Names one loaded model in this process; every construction mints a new one."""
+class Minted(int):
+    """Base of the ids that are types of their own: every construction mints a new one."""
 
-    def __new__(cls) -> "ModelInstanceId":
-        return super().__new__(cls, next(_model_ids))
+    _ids: ClassVar[Iterator[int]]
+
+    def __init_subclass__(cls) -> None:
+        cls._ids = itertools.count(1)
+
+    def __new__(cls) -> Self:
+        return super().__new__(cls, next(cls._ids))
 
     def __repr__(self) -> str:
-        return f"ModelInstanceId({int(self)})"
+        return f"{type(self).__name__}({int(self)})"
 
-    def __deepcopy__(self, memo: object) -> "ModelInstanceId":
+    def __deepcopy__(self, memo: object) -> Self:
         return self
 
-    def __copy__(self) -> "ModelInstanceId":
+    def __copy__(self) -> Self:
         return self
+
+
+class ModelInstanceId(Minted):
+    """Names one loaded model in this process."""
+
+
+class SessionHandle(Minted):
+    """Names one sequence of a paged pool; of no other pool, and never of a later sequence."""
+
+
+class PrefixId(Minted):
+    """Names one registered prefix of a paged pool."""
+
+
+class FenceId(Minted):
+    """Names one step that a paged pool waits for."""

@@ -1,0 +1,1 @@
+"""Metadata of the paged pool: which block holds which tokens. Integers only, no bytes."""

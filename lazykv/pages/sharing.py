@@ -1,0 +1,298 @@
+"""How sequences share blocks: by range, by registered prefix, and by the tokens they hold."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import SupportsIndex
+
+import numpy as np
+
+from lazykv.errors import (
+    BadSpliceRange,
+    DTypeError,
+    OffsetNotBlockAligned,
+    PoolError,
+    PrefixNotFullyFilled,
+    PrefixTargetNotEmpty,
+    StaleHandle,
+    UnknownPrefix,
+)
+from lazykv.ids import PrefixId, SessionHandle
+from lazykv.pages.base import SequencePool, locked
+from lazykv.pages.geometry import KvGeometry
+from lazykv.pages.prefix_index import Digest, Entry, sha256
+from lazykv.pages.sequence import EvictHandle, PrefixLease, Sequence
+from lazykv.spec import whole
+
+_I64 = 2**63
+"""Token ids are keyed as i64, so that no two of them share a key."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefix:
+    """Blocks that a registered prefix holds, and the epoch of the model that wrote them."""
+
+    blocks: tuple[int, ...]
+    epoch: int
+
+
+class SharingPool(SequencePool):
+    """Splices, registered prefixes and the automatic prefix index."""
+
+    def __init__(self, geometry: KvGeometry, *, digest: Digest = sha256) -> None:
+        super().__init__(geometry, digest=digest)
+        self._prefixes: dict[PrefixId, _Prefix] = {}
+        self._pins: dict[int, int] = {}
+
+    # Splices
+
+    @locked
+    def splice(
+        self, src: SessionHandle, dst: SessionHandle, from_: SupportsIndex, to: SupportsIndex
+    ) -> int:
+        """Share blocks ``from_..to`` of src at the end of dst; returns the tokens they hold.
+
+        dst's fill must be a whole number of blocks. The keys keep the positions they were rotated
+        for; `alloc_shifted_prefix_slots` is the way to move them.
+        """
+        source, target = self._find("splice", src), self._find("splice", dst)
+        first, last = whole("splice", "from_", from_), whole("splice", "to", to)
+        if not 0 <= first <= last <= len(source.table):
+            raise BadSpliceRange(
+                f"splice: got blocks {first}..{last}, need a range within 0..{len(source.table)}"
+            )
+        self._check_aligned("splice", target)
+        blocks = self._resident("splice", source, range(first, last))
+        size = self.geometry.block_size
+        tokens = min(last * size, source.filled) - first * size if blocks else 0
+        self._share(blocks, target, tokens)
+        return tokens
+
+    @locked
+    def splice_prefix(self, src: SessionHandle, dst: SessionHandle, k: SupportsIndex) -> int:
+        """Share the first k blocks of src, all full, with the empty dst; returns their tokens."""
+        target = self._find("splice_prefix", dst)
+        blocks = self._full_blocks("splice_prefix", src, k)
+        self._check_empty("splice_prefix", target)
+        return self._share(blocks, target, len(blocks) * self.geometry.block_size)
+
+    # Registered prefixes
+
+    @locked
+    def register_prefix(self, session: SessionHandle, k: SupportsIndex) -> PrefixId:
+        """Hold the first k blocks of a session, all full, under a name of their own."""
+        blocks = self._full_blocks("register_prefix", session, k)
+        if not blocks:
+            raise PrefixNotFullyFilled("register_prefix: got 0 blocks, need at least one")
+        prefix = PrefixId()
+        self._blocks.hold(blocks)
+        epoch = min(self._stamps[b] for b in blocks)
+        self._prefixes[prefix] = _Prefix(tuple(blocks), epoch)
+        return prefix
+
+    @locked
+    def release_prefix(self, prefix: PrefixId) -> None:
+        """Let go of a prefix; sequences that share its blocks keep them."""
+        found = self._find_prefix("release_prefix", prefix)
+        del self._prefixes[prefix]
+        self._blocks.release(reversed(found.blocks))
+
+    @locked
+    def splice_prefix_from(self, prefix: PrefixId, dst: SessionHandle) -> int:
+        """Share a prefix with the empty dst; returns its tokens."""
+        found = self._find_prefix("splice_prefix_from", prefix)
+        target = self._find("splice_prefix_from", dst)
+        self._check_epoch("splice_prefix_from", found)
+        self._check_empty("splice_prefix_from", target)
+        return self._share(list(found.blocks), target, self._tokens_of(found))
+
+    @locked
+    def alloc_shifted_prefix_slots(
+        self, prefix: PrefixId, dst: SessionHandle
+    ) -> tuple[int, list[tuple[int, int]]]:
+        """Take blocks at the end of dst for a prefix whose keys are to be rotated to there.
+
+        Returns dst's fill before, which is how many positions the keys move, and pairs of physical
+        blocks (of the prefix, of dst). dst's fill must be a whole number of blocks. The bytes are
+        the caller's to fill in; `DeviceKvPool.splice_prefix_shifted` does both.
+        """
+        who = "alloc_shifted_prefix_slots"
+        found, target = self._find_prefix(who, prefix), self._find(who, dst)
+        self._check_epoch(who, found)
+        self._check_aligned(who, target)
+        self._blocks.need(who, len(found.blocks))
+        taken, offset = self._take(len(found.blocks)), target.filled
+        target.table += taken
+        target.filled += self._tokens_of(found)
+        return offset, list(zip(found.blocks, taken, strict=True))
+
+    # The automatic index
+
+    @locked
+    def use_model(self, model_key: tuple[object, ...]) -> None:
+        """Name the model that computes the bytes from now on; another one empties the index.
+
+        Part of the key are the model's identity and its weights epoch, so bytes of old weights are
+        never found. Blocks that were taken before are not published any more.
+        """
+        if not isinstance(model_key, tuple):
+            raise DTypeError(f"use_model: got {type(model_key).__name__}, need a tuple")
+        if repr(model_key) != repr(self._model_key):
+            self._model_key = model_key
+            self._epoch += 1
+            if self._blocks.clear_index():
+                self._journal.cleared()
+
+    @locked
+    def publish(
+        self, session: SessionHandle, token_ids: Iterable[SupportsIndex], *, salt: bytes = b""
+    ) -> int:
+        """Index the full blocks of a session by the tokens they hold; returns how many that are.
+
+        `token_ids` are the session's tokens from its start; those past its fill are ignored. Blocks
+        whose bytes are not there yet, that are evicted or that another model wrote end the chain.
+        Only a lookup with the same salt finds them.
+        """
+        seq = self._find("publish", session)
+        chain, seed = self._chain("publish", token_ids), self._seed(salt)
+        blocks = self._publishable(seq, len(chain))
+        self._check_same_tokens(blocks, chain)
+        parent: Entry | None = None
+        for n, block in enumerate(blocks):
+            known = block in self._blocks.index
+            entry = self._blocks.index.add(block, chain[n], parent, seed)
+            if entry is None:
+                return n
+            if not known and entry.block == block:
+                self._journal.stored(entry)
+            parent = entry
+        return len(blocks)
+
+    @locked
+    def lookup(self, token_ids: Iterable[SupportsIndex], *, salt: bytes = b"") -> PrefixLease:
+        """The longest indexed beginning of these tokens, in whole blocks, pinned for the caller."""
+        chain, seed = self._chain("lookup", token_ids), self._seed(salt)
+        blocks = tuple(e.block for e in self._blocks.index.find(chain, seed))
+        size = self.geometry.block_size
+        self._blocks.hold(blocks)
+        for block in blocks:
+            self._pins[block] = self._pins.get(block, 0) + 1
+        found = len(blocks) * size
+        self._journal.add(lookups=1, tokens_asked=len(chain) * size, tokens_found=found)
+        return PrefixLease(self, blocks, found)  # type: ignore[arg-type]
+
+    @locked
+    def splice_lease(self, lease: PrefixLease, dst: SessionHandle) -> int:
+        """Share a lease's blocks with the empty dst; returns its tokens. The lease stays open."""
+        target = self._find("splice_lease", dst)
+        lease.check_open("splice_into")
+        self._check_empty("splice_lease", target)
+        return self._share(list(lease.blocks), target, lease.tokens)
+
+    @locked
+    def unpin(self, blocks: tuple[int, ...]) -> None:
+        """What a lease calls at its end."""
+        self._blocks.release(reversed(blocks))
+        for block in blocks:
+            self._pins[block] -= 1
+            if not self._pins[block]:
+                del self._pins[block]
+
+    # What the verbs share
+
+    def _is_realized(self, block: int) -> bool:
+        """Whether all bytes of a full block are in it; a pool of bytes knows."""
+        return True
+
+    def _publishable(self, seq: Sequence, most: int) -> list[int]:
+        """The leading full blocks that may enter the index."""
+        blocks: list[int] = []
+        for slot in seq.table[: min(most, seq.filled // self.geometry.block_size)]:
+            if isinstance(slot, EvictHandle) or self._stamps[slot] != self._epoch:
+                break
+            if not self._is_realized(slot):
+                break
+            blocks.append(slot)
+        return blocks
+
+    def _check_same_tokens(self, blocks: list[int], chain: list[bytes]) -> None:
+        for n, block in enumerate(blocks):
+            if block in self._blocks.index and self._blocks.index[block].tokens != chain[n]:
+                raise PoolError(
+                    f"publish: got other tokens for block index {n} than it is published with, "
+                    "need the tokens whose keys and values it holds"
+                )
+
+    def _chain(self, who: str, token_ids: Iterable[SupportsIndex]) -> list[bytes]:
+        """Tokens as the bytes of each full block; a token is keyed whole, as an i64."""
+        if isinstance(token_ids, str | bytes) or not isinstance(token_ids, Iterable):
+            raise DTypeError(f"{who}: got {type(token_ids).__name__}, need token ids")
+        ids = [whole(who, "token", t) for t in token_ids]
+        for t in ids:
+            if not -_I64 <= t < _I64:
+                raise DTypeError(f"{who}: got token {t}, need one that an i64 holds")
+        size = self.geometry.block_size
+        data, width = np.asarray(ids, "<i8").tobytes(), 8 * size
+        return [data[at : at + width] for at in range(0, len(ids) // size * width, width)]
+
+    def _seed(self, salt: bytes) -> bytes:
+        """Everything a key depends on besides tokens: model, layout and the caller's salt."""
+        if not isinstance(salt, bytes):
+            raise DTypeError(f"salt: got {type(salt).__name__}, need bytes")
+        return repr((self._layout(), self._model_key, salt)).encode()
+
+    def _layout(self) -> tuple[object, ...]:
+        """What fixes how a block's bytes are laid out."""
+        g = self.geometry
+        return (g.n_layers, g.block_size, g.n_kv_heads, g.head_dim, g.elem_size)
+
+    def _share(self, blocks: list[int], target: Sequence, tokens: int) -> int:
+        self._blocks.hold(blocks)
+        target.table += blocks
+        target.filled += tokens
+        return tokens
+
+    def _full_blocks(self, who: str, session: SessionHandle, k: SupportsIndex) -> list[int]:
+        """The first k blocks of a session, all of them full and resident."""
+        seq, n = self._find(who, session), self._count(who, "k", k)
+        if n * self.geometry.block_size > seq.filled:
+            raise PrefixNotFullyFilled(
+                f"{who}: got {n} blocks of a session of {seq.filled} tokens, need them full"
+            )
+        return self._resident(who, seq, range(n))
+
+    def _find_prefix(self, who: str, prefix: PrefixId) -> _Prefix:
+        found = self._prefixes.get(prefix) if isinstance(prefix, PrefixId) else None
+        if found is None:
+            raise UnknownPrefix(f"{who}: got {prefix!r}, need a registered prefix of this pool")
+        return found
+
+    def _tokens_of(self, prefix: _Prefix) -> int:
+        return len(prefix.blocks) * self.geometry.block_size
+
+    def _check_epoch(self, who: str, prefix: _Prefix) -> None:
+        if prefix.epoch != self._epoch:
+            raise StaleHandle(
+                f"{who}: got a prefix that another model (or other weights) wrote, need one of the "
+                "present model; register it anew"
+            )
+
+    def _check_empty(self, who: str, target: Sequence) -> None:
+        if target.filled:
+            raise PrefixTargetNotEmpty(
+                f"{who}: got a session of {target.filled} tokens, need an empty one"
+            )
+
+    def _check_aligned(self, who: str, target: Sequence) -> None:
+        if target.filled % self.geometry.block_size:
+            raise OffsetNotBlockAligned(
+                f"{who}: got a session of {target.filled} tokens, need a multiple of the block "
+                f"size {self.geometry.block_size}"
+            )
+
+    def _holders(self) -> dict[int, int]:
+        counts = super()._holders()
+        for block in (b for p in self._prefixes.values() for b in p.blocks):
+            counts[block] = counts.get(block, 0) + 1
+        for block, n in self._pins.items():
+            counts[block] = counts.get(block, 0) + n
+        return counts
