@@ -13,6 +13,7 @@ from lazykv.errors import (
     BadBlockIndex,
     PoolError,
     RangeError,
+    SessionBusy,
     SessionNotResident,
     UnknownSession,
     must,
@@ -65,6 +66,9 @@ class SequencePool:
     def _on_taken(self, blocks: Iterable[int]) -> None:
         """Blocks were taken; what they held before is nobody's."""
 
+    def _on_rewound(self, block: int, rows: int) -> None:
+        """Rows of a block from `rows` on are nobody's, and are about to be written."""
+
     def _forget_payload(self, handle: EvictHandle) -> None:
         """A handle has become stale: its stored bytes are of no more use."""
 
@@ -84,28 +88,16 @@ class SequencePool:
         A shared partial tail is copied first. Raises `OutOfBlocks`, or `SessionNotResident` if the
         partial tail is evicted, with everything as it was.
         """
-        seq = self._find("append", session)
+        seq = self._idle("append", session)
         tokens = self._count("append", "n", n)
-        need = self._required("append", seq, tokens)
-        self._blocks.need("append", need)
-        tail = self._partial_tail(seq) if tokens else None
-        taken = self._take(need)
-        fresh = list(taken)
-        if tail is not None and self._blocks.refs[tail] > 1:
-            self._copy_to(tail, fresh.pop(0), taken)
-            seq.table[-1] = taken[0]
-        elif tail is not None and tail in self._blocks.index:
-            # Its tokens are about to be replaced, and nobody else holds it.
-            self._unindex(tail)
-        seq.table += fresh
-        seq.filled += tokens
-        return taken
+        self._blocks.need("append", self._required(seq, tokens))
+        return self._grow(seq, tokens)
 
     @locked
     def append_required(self, session: SessionHandle, n: SupportsIndex) -> int:
         """Blocks that ``append(session, n)`` takes, the copy of a shared tail included."""
         seq = self._find("append_required", session)
-        return self._required("append_required", seq, self._count("append_required", "n", n))
+        return self._required(seq, self._count("append_required", "n", n))
 
     @locked
     def truncate(self, session: SessionHandle, n: SupportsIndex) -> None:
@@ -113,7 +105,7 @@ class SequencePool:
 
         Handles that cover a dropped slot become stale.
         """
-        seq = self._find("truncate", session)
+        seq = self._idle("truncate", session)
         tokens = self._count("truncate", "n", n)
         if tokens < seq.filled:
             self._drop_slots(seq, self.geometry.blocks_for(tokens))
@@ -130,7 +122,7 @@ class SequencePool:
     def fork(self, session: SessionHandle) -> SessionHandle:
         """A sequence that shares every block of this one. Takes none: a shared partial tail is
         copied by whoever appends first."""
-        seq = self._find("fork", session)
+        seq = self._idle("fork", session)
         blocks = self._resident("fork", seq, range(len(seq.table)))
         self._blocks.hold(blocks)
         child = SessionHandle()
@@ -140,7 +132,7 @@ class SequencePool:
     @locked
     def cow_break(self, session: SessionHandle, i: SupportsIndex) -> int:
         """Make logical block i the sequence's own, to be written; returns the block it is now."""
-        seq = self._find("cow_break", session)
+        seq = self._idle("cow_break", session)
         index = self._index("cow_break", seq, i)
         (block,) = self._resident("cow_break", seq, [index])
         if self._blocks.refs[block] > 1:
@@ -239,6 +231,13 @@ class SequencePool:
             raise UnknownSession(f"{who}: got {session!r}, need an open session of this pool")
         return seq
 
+    def _idle(self, who: str, session: SessionHandle) -> Sequence:
+        """A sequence that no step is running on: its tokens and blocks may change."""
+        seq = self._find(who, session)
+        if seq.in_step:
+            raise SessionBusy(f"{who}: got {session!r} while a step runs on it, need it to end")
+        return seq
+
     def _count(self, who: str, name: str, value: SupportsIndex) -> int:
         n = whole(who, name, value)
         if n < 0:
@@ -267,10 +266,29 @@ class SequencePool:
             return None
         return self._resident("append", seq, [len(seq.table) - 1])[0]
 
-    def _required(self, who: str, seq: Sequence, tokens: int) -> int:
+    def _required(self, seq: Sequence, tokens: int) -> int:
+        """Blocks that the next tokens take; SessionNotResident if they go into an evicted one."""
         tail = self._partial_tail(seq) if tokens else None
         copies = tail is not None and self._blocks.refs[tail] > 1
         return self.blocks_required(seq.filled, tokens) + copies
+
+    def _grow(self, seq: Sequence, tokens: int) -> list[int]:
+        """Room for tokens that are known to fit; the blocks it took."""
+        tail = self._partial_tail(seq) if tokens else None
+        taken = self._take(self._required(seq, tokens))
+        fresh = list(taken)
+        if tail is not None:
+            if self._blocks.refs[tail] > 1:
+                shared, tail = tail, fresh.pop(0)
+                self._copy_to(shared, tail, taken)
+                seq.table[-1] = tail
+            elif tail in self._blocks.index:
+                # Its tokens are about to be replaced, and nobody else holds it.
+                self._unindex(tail)
+            self._on_rewound(tail, seq.filled % self.geometry.block_size)
+        seq.table += fresh
+        seq.filled += tokens
+        return taken
 
     def _take(self, n: int) -> list[int]:
         taken, gone = self._blocks.take(n)

@@ -7,10 +7,10 @@ from lazykv.errors import BadBlockIndex, PoolError, StaleHandle
 from lazykv.ids import SessionHandle
 from lazykv.pages.base import locked
 from lazykv.pages.sequence import EvictHandle, EvictReport, Sequence
-from lazykv.pages.sharing import SharingPool
+from lazykv.pages.steps import SteppedPool
 
 
-class KvBlockPool(SharingPool):
+class KvBlockPool(SteppedPool):
     """Metadata of a paged pool: integers only. `DeviceKvPool` is one with bytes.
 
     A *session* is one sequence. Its blocks are the same in every layer. Every refusal is a
@@ -35,14 +35,14 @@ class KvBlockPool(SharingPool):
     @locked
     def evict(self, session: SessionHandle) -> EvictReport:
         """Detach every resident block that this session alone holds."""
-        seq = self._find("evict", session)
+        seq = self._idle("evict", session)
         there = [i for i, slot in enumerate(seq.table) if not isinstance(slot, EvictHandle)]
         return self._evict("evict", session, seq, there)
 
     @locked
     def evict_blocks(self, session: SessionHandle, indices: Iterable[SupportsIndex]) -> EvictReport:
         """Detach the blocks at these logical indices, each given once."""
-        seq = self._find("evict_blocks", session)
+        seq = self._idle("evict_blocks", session)
         wanted = [self._index("evict_blocks", seq, i) for i in indices]
         if len(set(wanted)) != len(wanted):
             raise BadBlockIndex(f"evict_blocks: got {wanted}, need each index once")
@@ -53,7 +53,7 @@ class KvBlockPool(SharingPool):
         self, session: SessionHandle, from_: SupportsIndex, to: SupportsIndex
     ) -> EvictReport:
         """Detach logical blocks ``from_..to``."""
-        seq = self._find("evict_range", session)
+        seq = self._idle("evict_range", session)
         first = self._count("evict_range", "from_", from_)
         last = self._count("evict_range", "to", to)
         if not first <= last <= len(seq.table):
@@ -92,7 +92,7 @@ class KvBlockPool(SharingPool):
         owner = self._sequences.get(handle.session)
         if handle.used or owner is None or not _covers(handle, owner):
             raise StaleHandle(f"restore: got {handle!r}, need one whose slots are as it left them")
-        seq = self._find("restore", session)
+        seq = self._idle("restore", session)
         if seq is not owner:
             raise StaleHandle(f"restore: got {session!r}, need {handle.session!r}")
         self._blocks.need("restore", len(handle.indices))

@@ -46,13 +46,15 @@ class EvictReport:
 
 
 class Sequence:
-    """Blocks of one sequence in order (a handle where one is evicted), and its tokens so far."""
+    """Blocks of one sequence in order (a handle where one is evicted), its tokens so far, and
+    whether a step is running on it."""
 
-    __slots__ = ("filled", "table")
+    __slots__ = ("filled", "in_step", "table")
 
     def __init__(self, table: list[int | EvictHandle] | None = None, filled: int = 0) -> None:
         self.table = [] if table is None else table
         self.filled = filled
+        self.in_step = False
 
     def handles(self, first: int = 0) -> list[EvictHandle]:
         """The handles that cover slots from `first` on, each once."""

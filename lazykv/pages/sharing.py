@@ -54,7 +54,7 @@ class SharingPool(SequencePool):
         dst's fill must be a whole number of blocks. The keys keep the positions they were rotated
         for; `alloc_shifted_prefix_slots` is the way to move them.
         """
-        source, target = self._find("splice", src), self._find("splice", dst)
+        source, target = self._idle("splice", src), self._idle("splice", dst)
         first, last = whole("splice", "from_", from_), whole("splice", "to", to)
         if not 0 <= first <= last <= len(source.table):
             raise BadSpliceRange(
@@ -70,7 +70,7 @@ class SharingPool(SequencePool):
     @locked
     def splice_prefix(self, src: SessionHandle, dst: SessionHandle, k: SupportsIndex) -> int:
         """Share the first k blocks of src, all full, with the empty dst; returns their tokens."""
-        target = self._find("splice_prefix", dst)
+        target = self._idle("splice_prefix", dst)
         blocks = self._full_blocks("splice_prefix", src, k)
         self._check_empty("splice_prefix", target)
         return self._share(blocks, target, len(blocks) * self.geometry.block_size)
@@ -100,7 +100,7 @@ class SharingPool(SequencePool):
     def splice_prefix_from(self, prefix: PrefixId, dst: SessionHandle) -> int:
         """Share a prefix with the empty dst; returns its tokens."""
         found = self._find_prefix("splice_prefix_from", prefix)
-        target = self._find("splice_prefix_from", dst)
+        target = self._idle("splice_prefix_from", dst)
         self._check_epoch("splice_prefix_from", found)
         self._check_empty("splice_prefix_from", target)
         return self._share(list(found.blocks), target, self._tokens_of(found))
@@ -116,7 +116,7 @@ class SharingPool(SequencePool):
         the caller's to fill in; `DeviceKvPool.splice_prefix_shifted` does both.
         """
         who = "alloc_shifted_prefix_slots"
-        found, target = self._find_prefix(who, prefix), self._find(who, dst)
+        found, target = self._find_prefix(who, prefix), self._idle(who, dst)
         self._check_epoch(who, found)
         self._check_aligned(who, target)
         self._blocks.need(who, len(found.blocks))
@@ -152,7 +152,7 @@ class SharingPool(SequencePool):
         whose bytes are not there yet, that are evicted or that another model wrote end the chain.
         Only a lookup with the same salt finds them.
         """
-        seq = self._find("publish", session)
+        seq = self._idle("publish", session)
         chain, seed = self._chain("publish", token_ids), self._seed(salt)
         blocks = self._publishable(seq, len(chain))
         self._check_same_tokens(blocks, chain)
@@ -183,7 +183,7 @@ class SharingPool(SequencePool):
     @locked
     def splice_lease(self, lease: PrefixLease, dst: SessionHandle) -> int:
         """Share a lease's blocks with the empty dst; returns its tokens. The lease stays open."""
-        target = self._find("splice_lease", dst)
+        target = self._idle("splice_lease", dst)
         lease.check_open("splice_into")
         self._check_empty("splice_lease", target)
         return self._share(list(lease.blocks), target, lease.tokens)
@@ -253,7 +253,7 @@ class SharingPool(SequencePool):
 
     def _full_blocks(self, who: str, session: SessionHandle, k: SupportsIndex) -> list[int]:
         """The first k blocks of a session, all of them full and resident."""
-        seq, n = self._find(who, session), self._count(who, "k", k)
+        seq, n = self._idle(who, session), self._count(who, "k", k)
         if n * self.geometry.block_size > seq.filled:
             raise PrefixNotFullyFilled(
                 f"{who}: got {n} blocks of a session of {seq.filled} tokens, need them full"

@@ -1,0 +1,99 @@
+"""Steps over several sequences: room for all of them at once, and nothing moves until they end."""
+
+from collections import Counter
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import SupportsIndex
+
+from lazykv.errors import PoolError, RangeError
+from lazykv.ids import FenceId, SessionHandle
+from lazykv.pages.base import locked
+from lazykv.pages.sequence import Sequence
+from lazykv.pages.sharing import SharingPool
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStep:
+    """A step that computes `tokens` more rows of each session; `starts` are their fills before."""
+
+    sessions: tuple[SessionHandle, ...]
+    starts: tuple[int, ...]
+    tokens: int
+    fence: FenceId
+
+
+class SteppedPool(SharingPool):
+    """Steps: `begin_step`, then `end_step` once the rows are there or `cancel_step`.
+
+    Meanwhile the sessions refuse every change with `SessionBusy`, but for `discard`; the blocks it
+    releases are handed out only when the step is over.
+    """
+
+    # Hooks of a pool of bytes
+
+    def _on_written(self, seq: Sequence, start: int) -> None:
+        """The rows of a sequence from `start` on are in its blocks."""
+
+    @locked
+    def step_required(self, sessions: Items[SessionHandle], n: SupportsIndex) -> int:
+        """Blocks that ``begin_step(sessions, n)`` takes."""
+        seqs = [self._find("step_required", s) for s in sessions]
+        return self._required_together(seqs, self._count("step_required", "n", n))
+
+    @locked
+    def begin_step(self, sessions: Items[SessionHandle], n: SupportsIndex) -> PoolStep:
+        """Append n tokens to each of several different sessions, all of them or none."""
+        seqs, tokens = [self._idle("begin_step", s) for s in sessions], self._count("step", "n", n)
+        if not seqs or len(set(sessions)) != len(seqs):
+            raise PoolError(f"begin_step: got sessions {list(sessions)}, need different ones")
+        if not tokens:
+            raise RangeError("begin_step: got n 0, need n >= 1")
+        starts = tuple(seq.filled for seq in seqs)
+        self._blocks.need("begin_step", self._required_together(seqs, tokens))
+        try:
+            for seq in seqs:
+                self._grow(seq, tokens)
+        except BaseException:
+            self._rewind(seqs, starts)
+            raise
+        for seq in seqs:
+            seq.in_step = True
+        return PoolStep(tuple(sessions), starts, tokens, self._blocks.open_fence())
+
+    @locked
+    def end_step(self, step: PoolStep) -> None:
+        """The rows of a step are in its blocks."""
+        self._blocks.close_fence(step.fence)
+        for seq, start in self._of(step):
+            seq.in_step = False
+            self._on_written(seq, start)
+
+    @locked
+    def cancel_step(self, step: PoolStep) -> None:
+        """The step failed: its sessions are as long as before."""
+        self._blocks.close_fence(step.fence)
+        there = self._of(step)
+        for seq, _ in there:
+            seq.in_step = False
+        self._rewind([seq for seq, _ in there], [start for _, start in there])
+
+    def _of(self, step: PoolStep) -> list[tuple[Sequence, int]]:
+        """The sequences of a step that were not discarded meanwhile, with their starts."""
+        pairs = zip(step.sessions, step.starts, strict=True)
+        return [(self._sequences[s], start) for s, start in pairs if s in self._sequences]
+
+    def _rewind(self, seqs: Items[Sequence], starts: Items[int]) -> None:
+        for seq, start in zip(seqs, starts, strict=True):
+            if seq.filled > start:
+                self._drop_slots(seq, self.geometry.blocks_for(start))
+                seq.filled = start
+
+    def _required_together(self, seqs: Items[Sequence], tokens: int) -> int:
+        """Blocks for all; of those that share a partial tail, the last one keeps it if no other
+        holder is left."""
+        if not tokens:
+            return 0
+        tails = Counter(self._partial_tail(seq) for seq in seqs)
+        refs = self._blocks.refs
+        copies = sum(min(n, refs[tail] - 1) for tail, n in tails.items() if tail is not None)
+        return copies + sum(self.blocks_required(seq.filled, tokens) for seq in seqs)
