@@ -43,7 +43,14 @@ from lazykv.errors import (
     SymbolRangeError,
     TopologyChanged,
 )
-from lazykv.functions import attention, concat, latent_attention, ring_attention, where
+from lazykv.functions import (
+    attention,
+    concat,
+    latent_attention,
+    paged_attention,
+    ring_attention,
+    where,
+)
 from lazykv.graph import Graph, Tensor
 from lazykv.ids import KvAllocId, ModelInstanceId
 from lazykv.kv.cache import KvCache

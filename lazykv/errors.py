@@ -133,3 +133,7 @@ class OffsetNotBlockAligned(PoolError, ValueError):
 
 class StaleHandle(PoolError, ValueError):
     """What the handle stands for is gone: it was used, or the slots it covers have changed."""
+
+
+class BlockStoreError(PoolError):
+    """A store of blocks cannot take or give back bytes, or gives back other bytes than it took."""

@@ -9,6 +9,7 @@ from lazykv.graph import Tensor
 from lazykv.ops.attention import Attention
 from lazykv.ops.latent_attention import LatentAttention
 from lazykv.ops.move import Concat, Where
+from lazykv.ops.paged_attention import PagedAttention
 from lazykv.ops.ring_attention import RingAttention
 from lazykv.spec import as_axis, finite, whole
 from lazykv.symbols import DimLike, as_dim
@@ -92,6 +93,27 @@ def ring_attention(
         has_length=isinstance(length, Tensor),
     )
     return q.graph.apply(op, q, k, v, *([length] if isinstance(length, Tensor) else []))
+
+
+def paged_attention(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, block_table: Tensor, context_lens: Tensor, *,
+    scale: SupportsFloat | None = None, window: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Causal attention of ragged sequences over blocks of a pool; see `PagedAttention`.
+
+    q ``[B, Hq, Sq, D]``; k_pool, v_pool ``[N, bs, Hkv, D]``; block_table u32 ``[B, M]``, the blocks
+    of each sequence in order; context_lens u32 ``[B]``, the live tokens of each, the last Sq of
+    which are the queries' own (0: padding, whose result is zeros). Entries past a sequence's last
+    block are never looked at. `scale` is 1/sqrt(D) if None.
+    """
+    _need_tensors("paged_attention", q, k_pool, v_pool, block_table, context_lens)
+    if len(q.shape) != 4 or q.shape[3] == 0:
+        raise ShapeError(f"paged_attention: got q {q.spec}, need rank 4 and D >= 1")
+    op = PagedAttention(
+        scale=1.0 / math.sqrt(q.shape[3]) if scale is None else finite("scale", scale),
+        window=None if window is None else whole("paged_attention", "window", window),
+    )
+    return q.graph.apply(op, q, k_pool, v_pool, block_table, context_lens)
 
 
 def concat(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:

@@ -29,6 +29,7 @@ from lazykv.ops.views import (
     Unsqueeze,
 )
 from lazykv.ops.write import WriteSlice, WriteSliceDoff, WriteSliceRotating
+from lazykv.ops.write_rows import WriteRows
 from lazykv.spec import Shape, Spec, as_axis, as_shape, finite, whole
 from lazykv.storage import Storage
 from lazykv.symbols import DimLike, as_dim, as_expr
@@ -232,6 +233,15 @@ class Tensor:
             axis, whole("write_slice_rotating", "modulus", modulus), whole("sinks", "sinks", sinks)
         )
         return self._do(op, src, position)
+
+    def write_rows(self, src: "Tensor", rows: "Tensor", count: "Tensor | None" = None) -> "Tensor":
+        """This tensor with ``self[rows[i]] = src[i]``; `rows` is i64 ``[n]``, none twice.
+
+        `count`, a rank-0 i64 tensor, leaves out source rows from there on. Both are read at run
+        time.
+        """
+        extra = () if count is None else (count,)
+        return self._do(WriteRows(count is not None), src, rows, *extra)
 
     def zero_fill(self) -> "Tensor":
         """All bytes zero, in place."""

@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 import lazykv as lk
-from lazykv.backends.cpu import _PORTABLE, CpuBackend
+from lazykv.backends.cpu import CpuBackend
+from lazykv.backends.cpu_body import PORTABLE
 from lazykv.device import DeviceLocation, Kernel, register_backend, unregister_backend
 from lazykv.ops.op import Op
 from lazykv.spec import Spec
@@ -38,7 +39,7 @@ class Portable(Toy):
 
     def kernel(self, op: Op, ins: tuple[Spec, ...], out: Spec) -> Kernel | None:
         has_body = type(op).body is not Op.body and op.destroys is None
-        return _PORTABLE if has_body else super().kernel(op, ins, out)
+        return PORTABLE if has_body else super().kernel(op, ins, out)
 
 
 @contextmanager

@@ -18,10 +18,13 @@ from lazykv.backends.cpu_attention import (
     runs_narrow,
     runs_wide,
 )
+from lazykv.backends.cpu_body import PORTABLE, portable
 from lazykv.backends.cpu_latent import LATENT_ATTENTION, runs_latent
+from lazykv.backends.cpu_paged import PAGED_ATTENTION, runs_paged
 from lazykv.backends.cpu_ring import RING_ATTENTION, runs_ring
+from lazykv.backends.cpu_write_rows import WRITE_ROWS
 from lazykv.device import CPU, Array, Backend, Call, DeviceLocation, HostArray, Kernel, Step
-from lazykv.dtypes import DType, f32, to_logical
+from lazykv.dtypes import DType, f32
 from lazykv.errors import OutOfMemory
 from lazykv.layout import Layout
 from lazykv.ops import elementwise as ew
@@ -31,11 +34,13 @@ from lazykv.ops.matmul import MatMul
 from lazykv.ops.move import Copy, Take
 from lazykv.ops.norm import RmsNorm
 from lazykv.ops.op import Op
+from lazykv.ops.paged_attention import PagedAttention
 from lazykv.ops.ring_attention import RingAttention
 from lazykv.ops.rope import Rope
 from lazykv.ops.sources import ZeroFill
 from lazykv.ops.views import View
 from lazykv.ops.write import WriteSlice, WriteSliceDoff, WriteSliceRotating
+from lazykv.ops.write_rows import WriteRows
 from lazykv.spec import Spec
 from lazykv.symbols import ScalarSlot
 
@@ -81,7 +86,7 @@ class CpuBackend(Backend):
             if rule(op, ins, out):
                 return kernel
         if type(op).body is not Op.body and op.destroys is None:
-            return _PORTABLE
+            return PORTABLE
         return None
 
 
@@ -95,33 +100,6 @@ def _all_f32(op: Any, ins: tuple[Spec, ...], out: Spec) -> bool:
 
 def _plain_numbers(op: Any, ins: tuple[Spec, ...], out: Spec) -> bool:
     return not any(s.dtype.is_bits or s.dtype.name == "f16" for s in ins)
-
-
-# Portable bodies
-
-
-def _portable(call: Call) -> Iterable[Step]:
-    return [(_run_body, (call,))]
-
-
-def _run_body(call: Call) -> None:
-    """Run an op's body: operands widened to the dtype of arithmetic, the result rounded back."""
-    op, scalars = call.op, call.scalars
-    if op.dims:
-        op = op.map_dims(lambda d: scalars[d.index] if isinstance(d, ScalarSlot) else d)
-    if op.bits:
-        call.out[...] = op.body(np, *call.ins)
-        return
-    wide = [_widen(a, s.dtype) for a, s in zip(call.ins, call.in_specs, strict=True)]
-    to_logical(call.out, call.out_spec.dtype)[...] = op.body(np, *wide)
-
-
-def _widen(array: Array, dtype: DType) -> Array:
-    logical = to_logical(array, dtype)
-    return logical if dtype.compute == dtype.numpy else logical.astype(dtype.compute)
-
-
-_PORTABLE = Kernel(_portable)
 
 
 # Moves and writes: elements are copied as raw bits.
@@ -316,7 +294,7 @@ def _rope_interleaved(call: Call) -> Iterable[Step]:
     """Pairs side by side are complex numbers, and rotating them is one multiplication."""
     (x, cos, sin), out, table = call.ins, call.out, call.scratch[0]
     if x.strides[-1] != x.itemsize:
-        return _portable(call)
+        return portable(call)
     turn = table.view(np.complex64)[..., 0]
     if turn.ndim == 3:
         turn = turn[:, None]
@@ -355,6 +333,7 @@ _KERNELS: dict[type[Op], list[tuple[_Rule, Kernel]]] = {
     WriteSlice: [(_any, Kernel(_write_slice))],
     WriteSliceDoff: [(_any, Kernel(_write_at))],
     WriteSliceRotating: [(_any, Kernel(_write_rotating))],
+    WriteRows: [(_any, WRITE_ROWS)],
     Copy: [(_any, Kernel(_move))],
     Take: [(_any, Kernel(_take))],
     MatMul: [(_all_f32, Kernel(_matmul))],
@@ -366,6 +345,7 @@ _KERNELS: dict[type[Op], list[tuple[_Rule, Kernel]]] = {
     Attention: [(runs_wide, WIDE_ATTENTION), (runs_narrow, NARROW_ATTENTION)],
     LatentAttention: [(runs_latent, LATENT_ATTENTION)],
     RingAttention: [(runs_ring, RING_ATTENTION)],
+    PagedAttention: [(runs_paged, PAGED_ATTENTION)],
     ew.Silu: [(_all_f32, Kernel(_silu))],
 }
 for _view in View.__subclasses__():

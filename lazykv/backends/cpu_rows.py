@@ -16,13 +16,13 @@ def widen_rows(rows: Array, flat: Array, bits: bool) -> Array:
     return wide
 
 
-_LEAST = np.finfo(np.float32).min
+LEAST = np.finfo(np.float32).min
 _TINY = np.finfo(np.float32).tiny
 
 
 def exp_in_place(scores: Array, top: Array) -> None:
     """``exp(scores - top)``; a row of -inf only (nothing is visible) gives zeros, not NaN."""
-    np.maximum(top, _LEAST, out=top)
+    np.maximum(top, LEAST, out=top)
     np.subtract(scores, top, scores)
     np.exp(scores, scores)
 

@@ -14,6 +14,7 @@ from lazykv.inspect import Document, describe
 from lazykv.kv.layer import KvSlot
 from lazykv.kv.rows import write_graph
 from lazykv.models import open_checkpoint
+from lazykv.models.cache_rows import LinearRows
 from lazykv.models.config import LlamaConfig
 from lazykv.models.llama import build_step
 from lazykv.models.weights import untouched_weights
@@ -99,8 +100,8 @@ def _write(args: argparse.Namespace, n_layers: int, slots: Sequence[KvSlot]) -> 
 def _decode(config: LlamaConfig, args: argparse.Namespace) -> Tensor:
     weights, kv_dtype = untouched_weights(config), dtype(args.dtype)
     step = build_step(
-        config, weights, seq=args.seq, capacity=args.max_seq_len, kv_dtype=kv_dtype
-    )  # fmt: skip
+        config, weights, seq=args.seq, rows=LinearRows(args.max_seq_len), kv_dtype=kv_dtype
+    )
     return step.logits
 
 

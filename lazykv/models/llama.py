@@ -1,4 +1,4 @@
-"""The graph of one step of a Llama-type transformer over a `KvCache` or a `SlidingKvCache`."""
+"""The graph of one step of a Llama-type transformer, wherever the cached rows are kept."""
 
 from dataclasses import dataclass
 
@@ -6,56 +6,43 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lazykv.device import DeviceLocation
-from lazykv.dtypes import DType, f32, i64
-from lazykv.functions import attention, ring_attention
+from lazykv.dtypes import DType, i64
+from lazykv.errors import RangeError
 from lazykv.graph import Graph, Tensor
+from lazykv.models.cache_rows import CacheRows, Caches, StepInputs
 from lazykv.models.config import LlamaConfig, inv_freq
 from lazykv.models.weights import LayerWeights, LlamaWeights
-from lazykv.ops.sources import SymValue
-from lazykv.spec import MAX_BYTES
-from lazykv.symbols import Sym, as_dim
-
-
-@dataclass(frozen=True, slots=True)
-class Ring:
-    """How a sliding cache keeps rows: positions in view, and first positions that stay."""
-
-    window: int
-    sinks: int
+from lazykv.symbols import Sym
 
 
 @dataclass(frozen=True, slots=True)
 class StepGraph:
     """The graph of `seq` tokens of `batch` sequences: logits, the cache placeholders per layer, the
-    inputs bound per step (``ids`` i64 ``[batch * seq]``, ``cos`` and ``sin`` ``[seq, D/2]``), and
-    the symbol of the live length before the step.
+    inputs bound per step (``ids`` i64 ``[batch * seq]`` and those of the `CacheRows`), and the
+    symbol of the live length before the step, None where every sequence has its own.
 
     Logits are ``[vocab]`` of the last token, ``[seq, vocab]`` if all are asked for, each with a
-    leading ``batch`` if that is not 1."""
+    leading ``batch`` if that is not 1 or there is no such symbol."""
 
     graph: Graph
     logits: Tensor
     kv_nodes: tuple[tuple[Tensor, Tensor], ...]
     bound: dict[str, Tensor]
-    position: Sym
+    position: Sym | None
 
 
 def build_step(
-    config: LlamaConfig, weights: LlamaWeights, *, seq: int, capacity: int, kv_dtype: DType,
-    batch: int = 1, every_logit: bool = False, ring: Ring | None = None,
+    config: LlamaConfig, weights: LlamaWeights, *, seq: int, rows: CacheRows, kv_dtype: DType,
+    batch: int = 1, every_logit: bool = False,
 ) -> StepGraph:  # fmt: skip
-    """Build the step for `seq` tokens of each sequence over caches of `capacity` rows, which are
-    rings if `ring` says how.
+    """Build the step for `seq` tokens of each sequence over caches that keep their `rows`.
 
     Weights are taken by reference, and a layer runs where its weights live: the hidden state moves
-    where that changes. Attention sees ``position + seq`` rows: the live ones and the step's own.
+    where that changes. Attention sees the rows that are live and the step's own.
     """
     g = Graph()
     ids = g.placeholder((batch * seq,), i64, "ids")
-    half = (seq, config.head_dim // 2)
-    cos, sin = g.placeholder(half, f32, "cos"), g.placeholder(half, f32, "sin")
-    # The length of a ring is not bounded by its rows.
-    position = Sym("cached_len", 0, (capacity if ring is None else MAX_BYTES) - seq)
+    step = rows.inputs(g, batch, seq, config.head_dim // 2)
     head = g.const(weights.head, name="head")
     if weights.embedding is None:
         table = head.transpose(0, 1)
@@ -63,19 +50,19 @@ def build_step(
         table = g.const(weights.embedding, name="embedding")
     x = table.take(ids)
     place = (weights.embedding or weights.head).location
+    shape = rows.cache_shape(batch, config.n_kv_heads, config.head_dim)
     kv_nodes = []
     for i, layer in enumerate(weights.layers):
         x, place = _moved(x, place, layer.attn_norm.location)
-        shape = (batch, config.n_kv_heads, capacity, config.head_dim)
         k_cache = g.placeholder(shape, kv_dtype, f"blk.{i}.k")
         v_cache = g.placeholder(shape, kv_dtype, f"blk.{i}.v")
         kv_nodes.append((k_cache, v_cache))
-        x = _attention_block(config, layer, i, x, (cos, sin), (k_cache, v_cache), position, ring)
+        x = _attention_block(config, layer, i, x, rows, (k_cache, v_cache), step)
         x = _feed_forward_block(config, layer, i, x)
     x, _ = _moved(x, place, weights.norm.location)
-    rows = x.reshape(batch, seq, config.hidden_size)
-    logits = _logits(config, rows, g.const(weights.norm, name="norm"), head, every_logit)
-    return StepGraph(g, logits, tuple(kv_nodes), {"ids": ids, "cos": cos, "sin": sin}, position)
+    x = x.reshape(batch, seq, config.hidden_size)
+    logits = _logits(config, x, g.const(weights.norm, name="norm"), head, step, every_logit)
+    return StepGraph(g, logits, tuple(kv_nodes), {"ids": ids, **step.bound}, step.position)
 
 
 def _moved(x: Tensor, here: DeviceLocation, there: DeviceLocation) -> tuple[Tensor, DeviceLocation]:
@@ -83,54 +70,39 @@ def _moved(x: Tensor, here: DeviceLocation, there: DeviceLocation) -> tuple[Tens
     return (x if here == there else x.to(there)), there
 
 
-def _logits(config: LlamaConfig, x: Tensor, norm: Tensor, head: Tensor, every: bool) -> Tensor:
+def _logits(
+    config: LlamaConfig, x: Tensor, norm: Tensor, head: Tensor, step: StepInputs, every: bool
+) -> Tensor:
     """Logits of ``[batch, seq, hidden]``: of the last position, or of all."""
     batch, seq, hidden = x.shape
-    rows = seq if every else 1
-    last = x.slice(1, seq - rows, rows).reshape(batch * rows, hidden)
+    n = seq if every else 1
+    last = x.slice(1, seq - n, n).reshape(batch * n, hidden)
     logits = last.rms_norm(norm, config.rms_eps) @ head
-    lead = ([batch] if batch > 1 else []) + ([seq] if every else [])
+    lead = ([batch] if batch > 1 or step.position is None else []) + ([seq] if every else [])
     return logits.reshape(*lead, config.vocab_size)
 
 
 def _attention_block(
-    config: LlamaConfig, layer: LayerWeights, i: int, x: Tensor, rope: tuple[Tensor, Tensor],
-    caches: tuple[Tensor, Tensor], position: Sym, ring: Ring | None,
+    config: LlamaConfig, layer: LayerWeights, i: int, x: Tensor, rows: CacheRows, caches: Caches,
+    step: StepInputs,
 ) -> Tensor:  # fmt: skip
-    """x + output(attention(rope(q), cached k, cached v)), k and v written at `position` first."""
-    g, dim, batch = x.graph, config.head_dim, caches[0].shape[0]
-    seq = x.shape[0] // batch
+    """x + output(attention(rope(q), cached k, cached v)), the step's k and v written first."""
+    g, dim = x.graph, config.head_dim
     queries, keys = config.n_heads, config.n_kv_heads
     h = x.rms_norm(g.const(layer.attn_norm, name=f"blk.{i}.attn_norm"), config.rms_eps)
     qkv = h @ g.const(layer.qkv, name=f"blk.{i}.attn_qkv")
-    heads = qkv.reshape(batch, seq, queries + 2 * keys, dim).transpose(1, 2)
+    heads = qkv.reshape(step.batch, step.seq, queries + 2 * keys, dim).transpose(1, 2)
     # One rotation for queries and keys together: half the calls of two.
-    turned = heads.slice(1, 0, queries + keys).rope(*rope, interleaved=config.rope_interleaved)
+    turned = heads.slice(1, 0, queries + keys).rope(
+        step.bound["cos"], step.bound["sin"], interleaved=config.rope_interleaved
+    )
     q, k = turned.slice(1, 0, queries), turned.slice(1, queries, keys)
     v = heads.slice(1, queries + keys, keys)
     if caches[0].dtype is not x.dtype:
         k, v = k.cast(caches[0].dtype), v.cast(caches[0].dtype)
-    if ring is None:
-        k_all, v_all = (c.at[:, :, position : position + seq].set(new)
-                        for c, new in zip(caches, (k, v), strict=True))  # fmt: skip
-        seen = attention(q, k_all, v_all, length=position + seq, window=config.sliding_window)
-    else:
-        seen = _attend_to_rings(q, (k, v), caches, position, ring)
-    joined = seen.transpose(1, 2).reshape(batch * seq, queries * dim)
+    seen = rows.attend(q, k, v, caches, step, config.sliding_window)
+    joined = seen.transpose(1, 2).reshape(step.batch * step.seq, queries * dim)
     return x + joined @ g.const(layer.output, name=f"blk.{i}.attn_output")
-
-
-def _attend_to_rings(
-    q: Tensor, new: tuple[Tensor, Tensor], caches: tuple[Tensor, Tensor], position: Sym, ring: Ring
-) -> Tensor:
-    """Attention to what is in view of the rings once they hold the new rows."""
-    start = q.graph.apply(SymValue((), i64, as_dim(position)))
-    k_all, v_all = (
-        cache.write_slice_rotating(rows, 2, start, cache.shape[2], ring.sinks)
-        for cache, rows in zip(caches, new, strict=True)
-    )
-    length = position + q.shape[2]
-    return ring_attention(q, k_all, v_all, length=length, window=ring.window, sinks=ring.sinks)
 
 
 def _feed_forward_block(config: LlamaConfig, layer: LayerWeights, i: int, x: Tensor) -> Tensor:
@@ -153,11 +125,24 @@ class RopeTable:
 
     def rows(self, start: int, n: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """cos and sin ``[n, D/2]`` for positions start..start+n."""
+        cos, sin = self._up_to(start + n)
+        return cos[start : start + n], sin[start : start + n]
+
+    def at(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """cos and sin ``[batch, seq, D/2]`` for positions ``[batch, seq]``."""
+        low, high = (int(positions.min()), int(positions.max())) if positions.size else (0, 0)
+        if low < 0:
+            raise RangeError(f"RopeTable: got position {low}, need position >= 0")
+        cos, sin = self._up_to(high + 1)
+        return cos[positions], sin[positions]
+
+    def _up_to(self, n: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Tables of at least `n` positions."""
         cos, sin = self._tables
-        if start + n > len(cos):
+        if n > len(cos):
             # Doubling keeps the cost per token constant on average.
-            size = max(256, 2 * len(cos), start + n)
+            size = max(256, 2 * len(cos), n)
             angles = np.arange(size, dtype=np.float64)[:, None] * self._inv_freq
             cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
             self._tables = cos, sin
-        return cos[start : start + n], sin[start : start + n]
+        return cos, sin

@@ -9,16 +9,21 @@ from numpy.typing import NDArray
 
 from lazykv.device import DeviceLike, DeviceLocation
 from lazykv.dtypes import DTypeLike, f32
+from lazykv.dtypes import dtype as find_dtype
 from lazykv.errors import DTypeError, GraphError, ModelFormatError, RangeError, ShapeError
 from lazykv.ids import ModelInstanceId
+from lazykv.kv.block_store import BlockStore
 from lazykv.kv.cache import KvCache
 from lazykv.kv.layer import KvSlot
 from lazykv.kv.pairs import KvPairCache
+from lazykv.kv.pool import DeviceKvPool
 from lazykv.kv.rows import count
 from lazykv.kv.sliding import SlidingKvCache
+from lazykv.models.cache_rows import CacheRows, LinearRows, RingRows
 from lazykv.models.config import LlamaConfig
-from lazykv.models.llama import Ring, RopeTable, StepGraph, build_step
+from lazykv.models.llama import RopeTable, StepGraph, build_step
 from lazykv.models.weights import LlamaWeights, place_weights
+from lazykv.pages.geometry import KvGeometry
 from lazykv.sessions.context import InferenceContext
 from lazykv.sessions.decode import DecodeSession
 from lazykv.spec import whole
@@ -59,7 +64,7 @@ class LlamaModel:
         self._placed: dict[tuple[DeviceLocation, ...], LlamaWeights] = {}
         self._placed_epoch = 0
         self._tokenizer = tokenizer
-        self._rope = RopeTable(config)
+        self.rope = RopeTable(config)
         self._ctx = InferenceContext("cpu")
 
     @property
@@ -106,6 +111,24 @@ class LlamaModel:
             c.n_layers, c.n_kv_heads, c.head_dim, max_seq_len,
             f32 if dtype is None else dtype, "cpu" if device is None else device,
         )  # fmt: skip
+
+    def new_pool(
+        self, num_blocks: SupportsIndex, block_size: SupportsIndex = 16,
+        dtype: DTypeLike | None = None, device: DeviceLike | None = None, *,
+        store: BlockStore | None = None,
+    ) -> DeviceKvPool:  # fmt: skip
+        """A paged pool of this model's geometry; f32 on the CPU unless told otherwise.
+
+        `PagedDecoder` runs the model over it. Evicted blocks go to `store`.
+        """
+        c, dt = self.config, find_dtype(f32 if dtype is None else dtype)
+        geometry = KvGeometry(
+            c.n_layers, count("new_pool", "num_blocks", num_blocks, 1),
+            count("new_pool", "block_size", block_size, 1), c.n_kv_heads, c.head_dim, dt.itemsize,
+        )  # fmt: skip
+        pool = DeviceKvPool(geometry, dt, "cpu" if device is None else device, store=store)
+        pool.use_model(self.model_key)
+        return pool
 
     def prefill(
         self, ids: Iterable[SupportsIndex], cache: KvPairCache, ctx: InferenceContext | None = None
@@ -198,18 +221,19 @@ class LlamaModel:
 
     def step_graph(self, cache: KvPairCache, seq: int = 1, *, every: bool = False) -> StepGraph:
         """The graph that `session_for` plans."""
-        ring = None
-        capacity, kv_dtype = cache.max_seq_len, cache.dtype
+        rows: CacheRows | None = None
         if isinstance(cache, SlidingKvCache):
-            capacity, ring = cache.ring_rows, Ring(cache.window, cache.sink_tokens)
-        if capacity is None or kv_dtype is None:
+            rows = RingRows(cache.ring_rows, cache.sink_tokens)
+        elif cache.max_seq_len is not None:
+            rows = LinearRows(cache.max_seq_len)
+        if rows is None or cache.dtype is None:
             raise GraphError("decode: got a cache without capacity, need one made by new_cache")
         return build_step(
-            self.config, self._weights_for(cache), seq=seq, capacity=capacity, kv_dtype=kv_dtype,
-            batch=cache.batch, every_logit=every, ring=ring,
+            self.config, self.weights_for(cache), seq=seq, rows=rows, kv_dtype=cache.dtype,
+            batch=cache.batch, every_logit=every,
         )  # fmt: skip
 
-    def _weights_for(self, cache: KvPairCache) -> LlamaWeights:
+    def weights_for(self, cache: KvPairCache | DeviceKvPool) -> LlamaWeights:
         """The weights where the cache's layers are; copies are made once per set of places."""
         slots = [cache.slot_storage(i, KvSlot.K) for i in range(cache.n_layers())]
         places = tuple(s.location for s in slots if s is not None)
@@ -234,7 +258,7 @@ class LlamaModel:
         every: bool = False,
     ) -> NDArray[np.float32]:  # fmt: skip
         seq, start = len(tokens) // cache.batch, cache.cached_len
-        cos, sin = self._rope.rows(start, seq)
+        cos, sin = self.rope.rows(start, seq)
         data = {"ids": tokens, "cos": cos, "sin": sin}
         # A context's session must not be re-bound to another cache between this and the step.
         with nullcontext() if ctx is None else ctx.owned("decode"):

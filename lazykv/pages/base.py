@@ -88,10 +88,13 @@ class SequencePool:
         A shared partial tail is copied first. Raises `OutOfBlocks`, or `SessionNotResident` if the
         partial tail is evicted, with everything as it was.
         """
-        seq = self._idle("append", session)
-        tokens = self._count("append", "n", n)
-        self._blocks.need("append", self._required(seq, tokens))
+        seq, tokens = self._fitting("append", session, n)
         return self._grow(seq, tokens)
+
+    @locked
+    def check_append(self, who: str, session: SessionHandle, n: SupportsIndex) -> None:
+        """Raise what ``append(session, n)`` would raise now."""
+        self._fitting(who, session, n)
 
     @locked
     def append_required(self, session: SessionHandle, n: SupportsIndex) -> int:
@@ -265,6 +268,12 @@ class SequencePool:
         if seq.filled % self.geometry.block_size == 0:
             return None
         return self._resident("append", seq, [len(seq.table) - 1])[0]
+
+    def _fitting(self, who: str, session: SessionHandle, n: SupportsIndex) -> tuple[Sequence, int]:
+        """A session and the tokens that it has room for."""
+        seq, tokens = self._idle(who, session), self._count(who, "n", n)
+        self._blocks.need(who, self._required(seq, tokens))
+        return seq, tokens
 
     def _required(self, seq: Sequence, tokens: int) -> int:
         """Blocks that the next tokens take; SessionNotResident if they go into an evicted one."""

@@ -1,0 +1,114 @@
+"""How the bytes of a pool's blocks move, all layers at once: plans made at first use and held.
+
+A block's bytes outside the pool are one array ``[2 * n_layers, block_size, n_kv_heads, head_dim]``,
+K before V of each layer.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lazykv.compiler.plan import Plan
+from lazykv.device import HostArray
+from lazykv.dtypes import f32
+from lazykv.functions import concat
+from lazykv.graph import Graph, Tensor
+from lazykv.runtime.realize import plan
+from lazykv.storage import Storage
+from lazykv.symbols import Sym
+
+
+class BlockMoves:
+    """Moves between blocks of one pool's storages, which stand as K and V of each layer.
+
+    Callers take turns, and see to it that block numbers are in range.
+    """
+
+    def __init__(self, storages: Sequence[Storage]) -> None:
+        self._storages = tuple(storages)
+        self._blocks = storages[0].shape[0]
+        self._source = Sym("source", 0, self._blocks - 1)
+        self._dest = Sym("dest", 0, self._blocks - 1)
+
+    def copy(self, source: int, dest: int) -> None:
+        """All bytes of one block to another."""
+        self._copy.run(env={self._source: source, self._dest: dest})
+
+    def read(self, block: int) -> HostArray:
+        """A fresh host copy of a block, in the logical dtype."""
+        out: HostArray = self._read.run(env={self._source: block})
+        return out
+
+    def write(self, block: int, data: HostArray) -> None:
+        """Replace a block by what `read` gave."""
+        made, incoming = self._write
+        made.run({incoming: data}, {self._dest: block})
+
+    def shift(
+        self, source: int, dest: int, cos: NDArray[np.float32], sin: NDArray[np.float32],
+        interleaved: bool,
+    ) -> None:  # fmt: skip
+        """Copy a block with its keys turned by one angle per pair: cos and sin are ``[D/2]``."""
+        made, tables = self._shift_interleaved if interleaved else self._shift_halves
+        rows = self._storages[0].shape[1]
+        turned = [np.broadcast_to(t, (rows, len(t))) for t in (cos, sin)]
+        made.run(dict(zip(tables, turned, strict=True)), {self._source: source, self._dest: dest})
+
+    # Plans
+
+    @cached_property
+    def _copy(self) -> Plan:
+        return self._between(lambda slot, rows: rows, Graph())
+
+    @cached_property
+    def _read(self) -> Plan:
+        g = Graph()
+        pools = [g.const(s) for s in self._storages]
+        return plan(concat([p.slice(0, self._source, 1) for p in pools], 0))
+
+    @cached_property
+    def _write(self) -> tuple[Plan, Tensor]:
+        g = Graph()
+        first = self._storages[0]
+        incoming = g.placeholder((len(self._storages), *first.shape[1:]), first.dtype, "block")
+        effects = [
+            self._put(g.const(s), incoming.slice(0, n, 1)) for n, s in enumerate(self._storages)
+        ]
+        return plan([], effects=effects, device=first.location), incoming
+
+    @cached_property
+    def _shift_interleaved(self) -> tuple[Plan, tuple[Tensor, Tensor]]:
+        return self._shift(interleaved=True)
+
+    @cached_property
+    def _shift_halves(self) -> tuple[Plan, tuple[Tensor, Tensor]]:
+        return self._shift(interleaved=False)
+
+    def _shift(self, interleaved: bool) -> tuple[Plan, tuple[Tensor, Tensor]]:
+        g = Graph()
+        (_, rows, _, dim), dt = self._storages[0].shape, self._storages[0].dtype
+        cos = g.placeholder((rows, dim // 2), f32, "cos")
+        sin = g.placeholder((rows, dim // 2), f32, "sin")
+
+        def turn(slot: int, block: Tensor) -> Tensor:
+            if slot % 2:  # values have no positions
+                return block
+            heads_first = (block if dt is f32 else block.cast(f32)).transpose(1, 2)
+            turned = heads_first.rope(cos, sin, interleaved=interleaved).transpose(1, 2)
+            return turned if dt is f32 else turned.cast(dt)
+
+        return self._between(turn, g), (cos, sin)
+
+    def _between(self, change: Callable[[int, Tensor], Tensor], g: Graph) -> Plan:
+        """From the block `source` to the block `dest` in every storage."""
+        effects = []
+        for slot, storage in enumerate(self._storages):
+            pool = g.const(storage)
+            effects.append(self._put(pool, change(slot, pool.slice(0, self._source, 1))))
+        return plan([], effects=effects, device=self._storages[0].location)
+
+    def _put(self, pool: Tensor, block: Tensor) -> Tensor:
+        rest = [(0, extent) for extent in pool.shape[1:]]
+        return pool.write_slice(block, [(self._dest, self._dest + 1), *rest])
