@@ -24,24 +24,35 @@ from lazykv.dtypes import (
 )
 from lazykv.errors import (
     BackendUnavailable,
+    BadBlockIndex,
+    BadSpliceRange,
     BindingError,
+    BlockStoreError,
     DTypeError,
     EnvironmentMissing,
     GraphError,
     KernelError,
     LazyKvError,
     ModelFormatError,
+    OffsetNotBlockAligned,
+    OutOfBlocks,
     OutOfMemory,
     PoolError,
+    PrefixNotFullyFilled,
+    PrefixTargetNotEmpty,
     RangeError,
     SessionBusy,
+    SessionNotResident,
     ShapeError,
     SnapshotError,
+    StaleHandle,
     StorageLockError,
     StorageTornError,
     SymbolError,
     SymbolRangeError,
     TopologyChanged,
+    UnknownPrefix,
+    UnknownSession,
 )
 from lazykv.functions import (
     attention,
@@ -52,15 +63,27 @@ from lazykv.functions import (
     where,
 )
 from lazykv.graph import Graph, Tensor
-from lazykv.ids import KvAllocId, ModelInstanceId
+from lazykv.ids import KvAllocId, ModelInstanceId, PrefixId, SessionHandle
+from lazykv.kv.block_store import (
+    BlockStore,
+    FolderBlockStore,
+    FsspecBlockStore,
+    MemoryBlockStore,
+)
 from lazykv.kv.cache import KvCache
 from lazykv.kv.latent import LatentKvCache
 from lazykv.kv.layer import AuthorityState, KvLayer, KvSlot
 from lazykv.kv.layer_cache import KVCacheConfig, KVSpan, LayerKvCache
+from lazykv.kv.pool import NO_BLOCK, BlockKind, DeviceKvPool, PageTable
 from lazykv.kv.sliding import SlidingKvCache
+from lazykv.pages.geometry import KvGeometry
+from lazykv.pages.journal import PoolEvent, PoolStats
+from lazykv.pages.pool import KvBlockPool
+from lazykv.pages.sequence import EvictHandle, EvictReport, PrefixLease
 from lazykv.runtime.realize import plan, realize
 from lazykv.sessions.context import InferenceContext
 from lazykv.sessions.decode import DecodeSession
+from lazykv.sessions.paged import PagedDecodeSession
 from lazykv.sessions.rebind import (
     KvRebindSource,
     MissingSlot,
@@ -76,7 +99,7 @@ from lazykv.storage import Storage
 from lazykv.symbols import Sym, SymEnv
 
 if TYPE_CHECKING:
-    from lazykv import models
+    from lazykv import models, serving
     from lazykv.models import generate
 
 __version__ = "0.1.0"
@@ -84,8 +107,8 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     # Models are loaded on first use: most embedders bring their own.
-    if name == "models":
-        return importlib.import_module("lazykv.models")
+    if name in ("models", "serving"):
+        return importlib.import_module(f"lazykv.{name}")
     if name == "generate":
         return importlib.import_module("lazykv.models").generate
     raise AttributeError(f"module 'lazykv' has no attribute {name!r}")

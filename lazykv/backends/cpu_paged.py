@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -35,13 +35,9 @@ _SMALL_PRODUCT = 1200
 queries packing takes several times as long as the product."""
 
 
-class Piece(NamedTuple):
-    """Rows that one product reads: `rows` of them from `start` on, of the pool (blocks is None) or
-    of these blocks gathered one behind the other."""
-
-    start: int
-    rows: int
-    blocks: Array | None
+Piece: TypeAlias = tuple[int, int, Array | None]
+"""Rows that one product reads, ``(start, rows, blocks)``: of the pool if blocks is None, else of
+these blocks gathered one behind the other."""
 
 
 class Walk(NamedTuple):
@@ -91,7 +87,7 @@ def _views(start: int, rows: int, longest: int) -> Iterator[Piece]:
     """One run in equal parts, none above `longest` rows."""
     step = -(-rows // -(-rows // longest))
     for at in range(0, rows, step):
-        yield Piece(start + at, min(step, rows - at), None)
+        yield start + at, min(step, rows - at), None
 
 
 def _gathers(
@@ -106,16 +102,17 @@ def _gathers(
         tile = chosen[i : i + per]
         start = skip if i == 0 and runs[0][0] == 0 else 0
         end = trim if i + per >= len(chosen) and runs[-1][1] == len(blocks) else 0
-        yield Piece(start, len(tile) * size - start - end, tile)
+        yield start, len(tile) * size - start - end, tile
 
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """The rows of one pool as f32. `tile` and `wide` are 1-D scratch."""
+    """The rows of one pool as f32: `by_head` is the pool as ``[Hkv, N*bs, D]``."""
 
     blocks: Array
-    flat: Array
+    by_head: Array
     tile: Array
+    tile_by_head: Array
     wide: Array | None
     bits: bool
 
@@ -124,19 +121,21 @@ class _Pool:
         n, size, heads, dim = pool.shape
         rows = len(tile) // (heads * dim) // size
         tile = tile[: rows * size * heads * dim].reshape(rows, size, heads, dim)
-        return cls(pool, pool.reshape(n * size, heads, dim), tile, wide, bits)
+        by_head = (a.reshape(-1, heads, dim).transpose(1, 0, 2) for a in (pool, tile))
+        return cls(pool, next(by_head), tile, next(by_head), wide, bits)
 
-    def rows(self, piece: Piece) -> Array:
-        """``[n, Hkv, D]``: a view of the pool, or scratch that holds until the next call."""
-        start, n, blocks = piece
+    def rows(self, start: int, n: int, blocks: Array | None) -> Array:
+        """A piece as ``[Hkv, n, D]``: a view of the pool, or scratch that holds until the next
+        call."""
         if blocks is None:
-            rows = self.flat[start : start + n]
+            rows = self.by_head[:, start : start + n]
         else:
-            tile = self.tile[: len(blocks)]
             # mode="clip" only because "raise" buffers the output; blocks are known to be in range.
-            np.take(self.blocks, blocks, 0, tile, "clip")
-            rows = tile.reshape(-1, *tile.shape[2:])[start : start + n]
-        return rows if self.wide is None else widen_rows(rows, self.wide, self.bits)
+            np.take(self.blocks, blocks, 0, self.tile[: len(blocks)], "clip")
+            rows = self.tile_by_head[:, start : start + n]
+        if self.wide is None:
+            return rows
+        return widen_rows(rows.transpose(1, 0, 2), self.wide, self.bits).transpose(1, 0, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +233,7 @@ def _attend_one(
     The softmax stays unnormalized and the result is divided instead.
     """
     heads, groups, _ = scaled.shape
+    step = _SMALL_PRODUCT // groups
     for b, (first, last, pieces) in enumerate(seqs.walks()):
         mine, n, at = out[b], last - first, 0
         if n == 0:
@@ -241,31 +241,30 @@ def _attend_one(
             continue
         np.multiply(q[b], scale, scaled)
         scores = flat[: heads * groups * n].reshape(heads, groups, n)
-        for piece in pieces:
-            _score(scaled, keys.rows(piece), scores[:, :, at : at + piece.rows])
-            at += piece.rows
+        for start, rows, blocks in pieces:
+            _score(scaled, keys.rows(start, rows, blocks), scores[:, :, at : at + rows], step)
+            at += rows
         np.maximum.reduce(scores, 2, None, total, True)  # type: ignore[call-overload]
         exp_in_place(scores, total)
         np.add.reduce(scores, 2, None, total, True)  # type: ignore[call-overload]
         at = 0
-        for piece in pieces:
-            weights = scores[:, :, at : at + piece.rows]
-            np.matmul(weights, values.rows(piece).transpose(1, 0, 2), more if at else mine)
+        for start, rows, blocks in pieces:
+            v, weights = values.rows(start, rows, blocks), scores[:, :, at : at + rows]
+            np.matmul(weights, v, more if at else mine)
             if at:
                 np.add(mine, more, mine)
-            at += piece.rows
+            at += rows
         divide_rows(mine, total)
 
 
-def _score(queries: Array, rows: Array, out: Array) -> None:
-    """``queries @ rows^T`` per head, in products small enough to be quick."""
-    turned, step = rows.transpose(1, 2, 0), max(_VIEW_ONE, _SMALL_PRODUCT // queries.shape[1])
-    n = turned.shape[2]
+def _score(queries: Array, rows: Array, out: Array, step: int) -> None:
+    """``queries @ rows^T`` per head, `step` rows at a time."""
+    n = rows.shape[1]
     if n <= step:
-        np.matmul(queries, turned, out)
+        np.matmul(queries, rows.mT, out)
         return
     for at in range(0, n, step):
-        np.matmul(queries, turned[:, :, at : at + step], out[:, :, at : at + step])
+        np.matmul(queries, rows[:, at : at + step].mT, out[:, :, at : at + step])
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +295,7 @@ def _attend_many(
         online.totals.fill(0)
         at = first
         for piece in pieces:
-            k, v, end = keys.rows(piece), values.rows(piece), at + piece.rows
+            k, v, end = keys.rows(*piece), values.rows(*piece), at + piece[1]
             for start in range(0, queries, block):
                 mine = slice(start, min(start + block, queries))
                 place = last - queries + start
@@ -304,27 +303,28 @@ def _attend_many(
                 high = min(end, last - queries + mine.stop)
                 if low < high:
                     rows = slice(low - at, high - at)
-                    _fold(window, scale, place, low, q[b], k[rows], v[rows], out[b], mine, online)
+                    part = (k[:, rows], v[:, rows], q[b], out[b])
+                    _fold(window, scale, place, low, mine, *part, online)
             at = end
         divide_rows(out[b], online.totals)
 
 
 def _fold(
-    window: int | None, scale: Array, place: int, low: int, q: Array, k: Array, v: Array,
-    out: Array, mine: slice, online: _Online,
+    window: int | None, scale: Array, place: int, low: int, mine: slice, k: Array, v: Array,
+    q: Array, out: Array, online: _Online,
 ) -> None:  # fmt: skip
     """Rows from position `low` on added to the sums of the queries `mine`, from `place` on.
 
     Sums so far are rescaled to the new highest score (the online softmax of FlashAttention,
-    arXiv:2205.14135). q ``[Hkv, G, Sq, D]``, k ``[n, Hkv, D]``, v ``[n, Hkv, Dv]``, out
+    arXiv:2205.14135). k ``[Hkv, n, D]``, v ``[Hkv, n, Dv]``, q ``[Hkv, G, Sq, D]``, out
     ``[Hkv, G, Sq, Dv]``.
     """
-    (heads, groups, _, dim), n, m = q.shape, len(k), mine.stop - mine.start
+    (heads, groups, _, dim), n, m = q.shape, k.shape[1], mine.stop - mine.start
     lines, folded = (heads, groups * m), (heads, groups, m)
     part = _cut(online.scaled, (*lines, dim))
     np.multiply(q[:, :, mine], scale, part.reshape(*folded, dim))
     scores, top = _cut(online.scores, (*lines, n)), _cut(online.peak, (*lines, 1))
-    _score(part, k, scores)
+    np.matmul(part, k.mT, scores)
     _hide(window, place, low, scores.reshape(*folded, n))
     tops, totals, sums = online.tops[:, :, mine], online.totals[:, :, mine], out[:, :, mine]
     np.maximum.reduce(scores, 2, None, top, True)  # type: ignore[call-overload]
@@ -337,7 +337,7 @@ def _fold(
     np.multiply(totals, decay, totals)
     np.add(totals, np.add.reduce(scores, 2).reshape(*folded, 1), totals)
     mixed = _cut(online.mixed, (*lines, v.shape[2]))
-    np.matmul(scores, v.transpose(1, 0, 2), mixed)
+    np.matmul(scores, v, mixed)
     np.multiply(sums, decay, sums)
     np.add(sums, mixed.reshape(sums.shape), sums)
 

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 from lazykv.errors import EnvironmentMissing
 from lazykv.models.generate import Piece, generate
 from lazykv.models.model import LlamaModel
+from lazykv.models.paged import PagedDecoder
 from lazykv.models.weights import Progress, load_weights
 
 if TYPE_CHECKING:
     from lazykv.models.checkpoint import Checkpoint
 
-__all__ = ["LlamaModel", "Piece", "generate", "load", "open_checkpoint"]
+__all__ = ["LlamaModel", "PagedDecoder", "Piece", "generate", "load", "open_checkpoint"]
 
 
 Notify = Callable[[str], None]

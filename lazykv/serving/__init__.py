@@ -1,0 +1,1 @@
+"""Serving many requests at once over a paged pool."""
