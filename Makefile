@@ -19,4 +19,5 @@ test:
 
 bench:
 	env -u OPENBLAS_CORETYPE -u OPENBLAS_L2_SIZE python tools/bench/decode.py
+	env -u OPENBLAS_CORETYPE -u OPENBLAS_L2_SIZE python tools/bench/paged.py
 	python tools/bench/sessions.py
