@@ -91,10 +91,8 @@ def must(held: bool, rule: str) -> None:
 class OutOfBlocks(PoolError, MemoryError):
     """A pool has fewer free blocks than a call takes."""
 
-    def __init__(self, who: str, need: int, have: int) -> None:
-        super().__init__(
-            f"{who}: got {have} free blocks, need {need}; discard or evict sessions first"
-        )
+    def __init__(self, message: str, *, need: int = 0, have: int = 0) -> None:
+        super().__init__(message)
         self.need = need
         self.have = have
 

@@ -64,7 +64,8 @@ def store_all(store: BlockStore, items: Mapping[str, BytesLike]) -> None:
 
 
 class _KeyedStore:
-    """Which keys a store has. Subclasses say where the bytes lie: `_write`, `_read`, `_remove`.
+    """Which keys a store has. Subclasses move the bytes: `_write` (all or nothing), `_read`,
+    `_remove`, and `_discard` for all of them.
 
     A key is absent, busy (one thread moves its bytes) or held, and only held keys can be read. So
     one thread at a time touches a key's bytes, and different keys do not wait for each other.
@@ -137,7 +138,6 @@ class _KeyedStore:
             self._gone = "belongs to the process this one was forked from"
 
     def _write(self, who: str, key: str, data: bytes | memoryview) -> None:
-        """All or nothing."""
         raise NotImplementedError
 
     def _read(self, key: str) -> bytes:
@@ -148,7 +148,6 @@ class _KeyedStore:
         raise NotImplementedError
 
     def _discard(self) -> None:
-        """Remove all bytes."""
         raise NotImplementedError
 
     def _failure(self, who: str, key: str, error: Exception) -> LazyKvError:
@@ -336,6 +335,8 @@ class FsspecBlockStore(_KeyedStore):
             ) from error
         try:
             self._fs, base = url_to_fs(url, **options)
+            if base == self._fs.root_marker == "":
+                raise ValueError("no bucket")
             root = f"{base.rstrip('/')}/lazykv-{uuid.uuid4().hex}"
             # Without parents: a bucket is its owner's to make.
             self._fs.mkdir(root, create_parents=False)
@@ -375,9 +376,8 @@ class FsspecBlockStore(_KeyedStore):
             self._fs.rm(self._path(key))
 
     def _discard(self) -> None:
-        # Object stores have no empty folders, so there may be nothing to remove.
         with self._typed(f"{type(self).__name__}.close", "*"), suppress(FileNotFoundError):
-            self._fs.rm(self.place, recursive=True)
+            self._fs.rm(self.place, recursive=True)  # object stores have no empty folders
 
 
 def _reason(error: Exception) -> str:

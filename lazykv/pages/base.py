@@ -70,7 +70,7 @@ class SequencePool:
         """Rows of a block from `rows` on are nobody's, and are about to be written."""
 
     def _forget_payload(self, handle: EvictHandle) -> None:
-        """A handle has become stale: its stored bytes are of no more use."""
+        """A handle was spent: its stored bytes are of no more use. Called once for a handle."""
 
     # Sequences
 
@@ -129,7 +129,9 @@ class SequencePool:
         blocks = self._resident("fork", seq, range(len(seq.table)))
         self._blocks.hold(blocks)
         child = SessionHandle()
-        self._sequences[child] = Sequence(list(blocks), seq.filled)
+        copy = self._sequences[child] = Sequence()
+        copy.table += blocks
+        copy.filled, copy.in_place = seq.filled, seq.in_place
         return child
 
     @locked
@@ -218,6 +220,7 @@ class SequencePool:
         return self._blocks.held * self.geometry.block_bytes
 
     @property
+    @locked
     def stats(self) -> PoolStats:
         return self._journal.stats
 
@@ -300,6 +303,8 @@ class SequencePool:
         return taken
 
     def _take(self, n: int) -> list[int]:
+        if not n:
+            return []
         taken, gone = self._blocks.take(n)
         self._journal.removed(gone)
         self._journal.add(blocks_taken=n)
@@ -325,10 +330,16 @@ class SequencePool:
     def _drop_slots(self, seq: Sequence, keep: int) -> None:
         """Give back the slots from `keep` on, deepest first."""
         for handle in seq.handles(keep):
-            self._forget_payload(handle)
+            if not handle.spent:
+                self._spend(handle)
         dropped = seq.table[keep:]
         del seq.table[keep:]
+        seq.in_place = seq.in_place_of(keep)
         self._blocks.release(b for b in reversed(dropped) if not isinstance(b, EvictHandle))
+
+    def _spend(self, handle: EvictHandle) -> None:
+        handle.spent = True
+        self._forget_payload(handle)
 
     def _holders(self) -> dict[int, int]:
         """Holders of every block, counted anew."""

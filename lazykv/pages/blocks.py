@@ -45,7 +45,11 @@ class Blocks:
     def need(self, who: str, n: int) -> None:
         """Refuse a call that takes more blocks than there are."""
         if n > self.available:
-            raise OutOfBlocks(who, n, self.available)
+            raise OutOfBlocks(
+                f"{who}: got {self.available} free blocks, need {n}; discard or evict sessions first",
+                need=n,
+                have=self.available,
+            )
 
     def take(self, n: int) -> tuple[list[int], list[Entry]]:
         """n blocks, held once, and the entries that had to leave the index for them."""
@@ -112,7 +116,7 @@ class Blocks:
 
     def close_fence(self, fence: FenceId) -> None:
         """The step is over; blocks that waited for it and for no earlier one are free."""
-        if fence not in self._fences:
+        if not isinstance(fence, FenceId) or fence not in self._fences:
             raise PoolError(f"close_fence: got {fence!r}, need an open fence of this pool")
         self._fences.discard(fence)
         oldest = min(self._fences, default=None)

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 
 from lazykv.pages.prefix_index import Entry
 
@@ -42,14 +42,17 @@ class Journal:
     """Counters and events of one pool."""
 
     def __init__(self) -> None:
-        self.stats = PoolStats()
+        self._totals = {f.name: 0 for f in fields(PoolStats)}
         self._events: deque[PoolEvent] = deque(maxlen=EVENTS_KEPT)
         self._number = 0
 
+    @property
+    def stats(self) -> PoolStats:
+        return PoolStats(**self._totals)
+
     def add(self, **counts: int) -> None:
-        self.stats = replace(
-            self.stats, **{name: getattr(self.stats, name) + n for name, n in counts.items()}
-        )
+        for name, n in counts.items():
+            self._totals[name] += n
 
     def stored(self, entry: Entry) -> None:
         self._append("stored", entry)

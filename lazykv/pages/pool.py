@@ -90,7 +90,7 @@ class KvBlockPool(SteppedPool):
         if not isinstance(handle, EvictHandle):
             raise PoolError(f"restore: got {type(handle).__name__}, need an EvictHandle")
         owner = self._sequences.get(handle.session)
-        if handle.used or owner is None or not _covers(handle, owner):
+        if handle.spent or owner is None or not _covers(handle, owner):
             raise StaleHandle(f"restore: got {handle!r}, need one whose slots are as it left them")
         seq = self._idle("restore", session)
         if seq is not owner:
@@ -106,8 +106,7 @@ class KvBlockPool(SteppedPool):
         for i, block, stamp in zip(handle.indices, blocks, handle.stamps, strict=True):
             seq.table[i] = block
             self._stamps[block] = stamp
-        handle.used = True
-        self._forget_payload(handle)
+        self._spend(handle)
         self._journal.add(blocks_restored=len(blocks))
         return blocks
 

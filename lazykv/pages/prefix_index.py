@@ -70,7 +70,7 @@ class PrefixIndex:
         return found
 
     def add(self, block: int, tokens: bytes, parent: Entry | None, seed: bytes) -> Entry | None:
-        """Index a block behind its parent; None if another chain has its key.
+        """Index a block behind its parent; None if another chain has its key or its block.
 
         Where these tokens are indexed already, the older entry is returned and kept.
         """
@@ -78,6 +78,8 @@ class PrefixIndex:
         entry = self._by_key.get(key)
         if entry is not None:
             return entry if entry.holds(tokens, parent, seed) else None
+        if block in self._by_block:
+            return None
         entry = Entry(block, tokens, key, parent, seed)
         self._by_key[key] = self._by_block[block] = entry
         if parent is not None:

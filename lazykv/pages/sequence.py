@@ -4,21 +4,23 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from lazykv.errors import StaleHandle
 from lazykv.ids import SessionHandle
 
 if TYPE_CHECKING:
-    from lazykv.pages.pool import KvBlockPool
+    from lazykv.pages.sharing import SharingPool
+
+ALL_BLOCKS = 2**63
+"""More blocks than any sequence has."""
 
 
 class EvictHandle:
     """State of blocks that were detached from a sequence: `restore` brings it back, once.
 
     `indices` are the logical block indices it covers. It is good while each of these slots is still
-    the one it detached.
+    the one it detached; then it is `spent`.
     """
 
-    __slots__ = ("indices", "payload", "session", "stamps", "used")
+    __slots__ = ("indices", "payload", "session", "spent", "stamps")
 
     def __init__(
         self, session: SessionHandle, indices: tuple[int, ...], stamps: tuple[int, ...],
@@ -29,7 +31,7 @@ class EvictHandle:
         # Which epoch of the model wrote each block, and where its bytes are (pools of bytes).
         self.stamps = stamps
         self.payload = payload
-        self.used = False
+        self.spent = False
 
     def __repr__(self) -> str:
         return f"EvictHandle({self.session!r}, blocks {list(self.indices)})"
@@ -47,22 +49,28 @@ class EvictReport:
 
 class Sequence:
     """Blocks of one sequence in order (a handle where one is evicted), its tokens so far, and
-    whether a step is running on it."""
+    whether a step is running on it.
 
-    __slots__ = ("filled", "in_step", "table")
+    The first `in_place` blocks were computed for these very tokens. From there on stand tokens that
+    were spliced in from elsewhere, and those that have read them; `ALL_BLOCKS` if there are none.
+    """
 
-    def __init__(self, table: list[int | EvictHandle] | None = None, filled: int = 0) -> None:
-        self.table = [] if table is None else table
-        self.filled = filled
+    __slots__ = ("filled", "in_place", "in_step", "table")
+
+    def __init__(self) -> None:
+        self.table: list[int | EvictHandle] = []
+        self.filled = 0
+        self.in_place = ALL_BLOCKS
         self.in_step = False
+
+    def in_place_of(self, k: int) -> int:
+        """`in_place` of a sequence of the first k blocks."""
+        return self.in_place if self.in_place < k else ALL_BLOCKS
 
     def handles(self, first: int = 0) -> list[EvictHandle]:
         """The handles that cover slots from `first` on, each once."""
-        found: list[EvictHandle] = []
-        for slot in self.table[first:]:
-            if isinstance(slot, EvictHandle) and not any(slot is h for h in found):
-                found.append(slot)
-        return found
+        slots = self.table[first:]
+        return list(dict.fromkeys(slot for slot in slots if isinstance(slot, EvictHandle)))
 
 
 class PrefixLease:
@@ -72,32 +80,21 @@ class PrefixLease:
     session, which then holds them by itself. As a context manager it releases at the end.
     """
 
-    __slots__ = ("_open", "_pool", "blocks", "tokens")
+    __slots__ = ("blocks", "is_open", "pool", "tokens")
 
-    def __init__(self, pool: "KvBlockPool", blocks: tuple[int, ...], tokens: int) -> None:
-        self._pool = pool
-        self._open = True
+    def __init__(self, pool: "SharingPool", blocks: tuple[int, ...], tokens: int) -> None:
+        self.pool = pool
+        self.is_open = True
         self.blocks = blocks
         self.tokens = tokens
 
-    @property
-    def is_open(self) -> bool:
-        return self._open
-
     def splice_into(self, session: SessionHandle) -> int:
         """Share the blocks with an empty session; returns its tokens."""
-        self.check_open("splice_into")
-        return self._pool.splice_lease(self, session)
+        return self.pool.splice_lease(self, session)
 
     def release(self) -> None:
         """Unpin the blocks; StaleHandle if that was done already."""
-        self.check_open("release")
-        self._open = False
-        self._pool.unpin(self.blocks)
-
-    def check_open(self, verb: str) -> None:
-        if not self._open:
-            raise StaleHandle(f"PrefixLease.{verb}: got a released lease, need an open one")
+        self.pool.release_lease(self)
 
     def __enter__(self) -> Self:
         return self
@@ -106,8 +103,8 @@ class PrefixLease:
         self, kind: type[BaseException] | None, error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
-        if self._open:
+        if self.is_open:
             self.release()
 
     def __repr__(self) -> str:
-        return f"PrefixLease({self.tokens} tokens, {'open' if self._open else 'released'})"
+        return f"PrefixLease({self.tokens} tokens, {'open' if self.is_open else 'released'})"

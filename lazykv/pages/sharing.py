@@ -1,10 +1,10 @@
 """How sequences share blocks: by range, by registered prefix, and by the tokens they hold."""
 
+import struct
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import SupportsIndex
-
-import numpy as np
 
 from lazykv.errors import (
     BadSpliceRange,
@@ -20,19 +20,18 @@ from lazykv.ids import PrefixId, SessionHandle
 from lazykv.pages.base import SequencePool, locked
 from lazykv.pages.geometry import KvGeometry
 from lazykv.pages.prefix_index import Digest, Entry, sha256
-from lazykv.pages.sequence import EvictHandle, PrefixLease, Sequence
+from lazykv.pages.sequence import ALL_BLOCKS, EvictHandle, PrefixLease, Sequence
 from lazykv.spec import whole
-
-_I64 = 2**63
-"""Token ids are keyed as i64, so that no two of them share a key."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Prefix:
-    """Blocks that a registered prefix holds, and the epoch of the model that wrote them."""
+    """Blocks that a registered prefix holds, the epoch of the model that wrote them, and how many
+    of them are `in_place` (see `Sequence`)."""
 
     blocks: tuple[int, ...]
     epoch: int
+    in_place: int
 
 
 class SharingPool(SequencePool):
@@ -64,29 +63,33 @@ class SharingPool(SequencePool):
         blocks = self._resident("splice", source, range(first, last))
         size = self.geometry.block_size
         tokens = min(last * size, source.filled) - first * size if blocks else 0
-        self._share(blocks, target, tokens)
-        return tokens
+        if source.table[:first] == target.table:
+            in_place = source.in_place_of(last)
+        else:
+            in_place = len(target.table) if blocks else ALL_BLOCKS
+        return self._share(blocks, target, tokens, in_place)
 
     @locked
     def splice_prefix(self, src: SessionHandle, dst: SessionHandle, k: SupportsIndex) -> int:
         """Share the first k blocks of src, all full, with the empty dst; returns their tokens."""
         target = self._idle("splice_prefix", dst)
-        blocks = self._full_blocks("splice_prefix", src, k)
+        source, blocks = self._full_blocks("splice_prefix", src, k)
         self._check_empty("splice_prefix", target)
-        return self._share(blocks, target, len(blocks) * self.geometry.block_size)
+        tokens = len(blocks) * self.geometry.block_size
+        return self._share(blocks, target, tokens, source.in_place_of(len(blocks)))
 
     # Registered prefixes
 
     @locked
     def register_prefix(self, session: SessionHandle, k: SupportsIndex) -> PrefixId:
         """Hold the first k blocks of a session, all full, under a name of their own."""
-        blocks = self._full_blocks("register_prefix", session, k)
+        source, blocks = self._full_blocks("register_prefix", session, k)
         if not blocks:
             raise PrefixNotFullyFilled("register_prefix: got 0 blocks, need at least one")
         prefix = PrefixId()
         self._blocks.hold(blocks)
         epoch = min(self._stamps[b] for b in blocks)
-        self._prefixes[prefix] = _Prefix(tuple(blocks), epoch)
+        self._prefixes[prefix] = _Prefix(tuple(blocks), epoch, source.in_place_of(len(blocks)))
         return prefix
 
     @locked
@@ -103,7 +106,7 @@ class SharingPool(SequencePool):
         target = self._idle("splice_prefix_from", dst)
         self._check_epoch("splice_prefix_from", found)
         self._check_empty("splice_prefix_from", target)
-        return self._share(list(found.blocks), target, self._tokens_of(found))
+        return self._share(list(found.blocks), target, self._tokens_of(found), found.in_place)
 
     @locked
     def alloc_shifted_prefix_slots(
@@ -121,6 +124,8 @@ class SharingPool(SequencePool):
         self._check_aligned(who, target)
         self._blocks.need(who, len(found.blocks))
         taken, offset = self._take(len(found.blocks)), target.filled
+        in_place = len(target.table) if offset else found.in_place
+        target.in_place = min(target.in_place, in_place)
         target.table += taken
         target.filled += self._tokens_of(found)
         return offset, list(zip(found.blocks, taken, strict=True))
@@ -136,6 +141,7 @@ class SharingPool(SequencePool):
         """
         if not isinstance(model_key, tuple):
             raise DTypeError(f"use_model: got {type(model_key).__name__}, need a tuple")
+        _check_plain(model_key)
         if repr(model_key) != repr(self._model_key):
             self._model_key = model_key
             self._epoch += 1
@@ -148,9 +154,10 @@ class SharingPool(SequencePool):
     ) -> int:
         """Index the full blocks of a session by the tokens they hold; returns how many that are.
 
-        `token_ids` are the session's tokens from its start; those past its fill are ignored. Blocks
-        whose bytes are not there yet, that are evicted or that another model wrote end the chain.
-        Only a lookup with the same salt finds them.
+        `token_ids` are the session's tokens from its start; those past its fill are ignored. What
+        ends the chain: blocks whose bytes are not there yet, that are evicted, that another model
+        wrote, that were spliced in from elsewhere, or that are indexed with other tokens before
+        them or with another salt. Only a lookup with the same salt finds them.
         """
         seq = self._idle("publish", session)
         chain, seed = self._chain("publish", token_ids), self._seed(salt)
@@ -178,21 +185,23 @@ class SharingPool(SequencePool):
             self._pins[block] = self._pins.get(block, 0) + 1
         found = len(blocks) * size
         self._journal.add(lookups=1, tokens_asked=len(chain) * size, tokens_found=found)
-        return PrefixLease(self, blocks, found)  # type: ignore[arg-type]
+        return PrefixLease(self, blocks, found)
 
     @locked
     def splice_lease(self, lease: PrefixLease, dst: SessionHandle) -> int:
         """Share a lease's blocks with the empty dst; returns its tokens. The lease stays open."""
         target = self._idle("splice_lease", dst)
-        lease.check_open("splice_into")
+        self._check_lease("splice_lease", lease)
         self._check_empty("splice_lease", target)
-        return self._share(list(lease.blocks), target, lease.tokens)
+        return self._share(list(lease.blocks), target, lease.tokens, ALL_BLOCKS)
 
     @locked
-    def unpin(self, blocks: tuple[int, ...]) -> None:
-        """What a lease calls at its end."""
-        self._blocks.release(reversed(blocks))
-        for block in blocks:
+    def release_lease(self, lease: PrefixLease) -> None:
+        """Unpin a lease's blocks, once."""
+        self._check_lease("release_lease", lease)
+        lease.is_open = False
+        self._blocks.release(reversed(lease.blocks))
+        for block in lease.blocks:
             self._pins[block] -= 1
             if not self._pins[block]:
                 del self._pins[block]
@@ -206,7 +215,7 @@ class SharingPool(SequencePool):
     def _publishable(self, seq: Sequence, most: int) -> list[int]:
         """The leading full blocks that may enter the index."""
         blocks: list[int] = []
-        for slot in seq.table[: min(most, seq.filled // self.geometry.block_size)]:
+        for slot in seq.table[: min(most, seq.filled // self.geometry.block_size, seq.in_place)]:
             if isinstance(slot, EvictHandle) or self._stamps[slot] != self._epoch:
                 break
             if not self._is_realized(slot):
@@ -223,16 +232,11 @@ class SharingPool(SequencePool):
                 )
 
     def _chain(self, who: str, token_ids: Iterable[SupportsIndex]) -> list[bytes]:
-        """Tokens as the bytes of each full block; a token is keyed whole, as an i64."""
+        """Tokens as the bytes of each full block."""
         if isinstance(token_ids, str | bytes) or not isinstance(token_ids, Iterable):
             raise DTypeError(f"{who}: got {type(token_ids).__name__}, need token ids")
-        ids = [whole(who, "token", t) for t in token_ids]
-        for t in ids:
-            if not -_I64 <= t < _I64:
-                raise DTypeError(f"{who}: got token {t}, need one that an i64 holds")
-        size = self.geometry.block_size
-        data, width = np.asarray(ids, "<i8").tobytes(), 8 * size
-        return [data[at : at + width] for at in range(0, len(ids) // size * width, width)]
+        data, width = _packed(who, list(token_ids)), 8 * self.geometry.block_size
+        return [data[at : at + width] for at in range(0, len(data) - width + 1, width)]
 
     def _seed(self, salt: bytes) -> bytes:
         """Everything a key depends on besides tokens: model, layout and the caller's salt."""
@@ -245,26 +249,33 @@ class SharingPool(SequencePool):
         g = self.geometry
         return (g.n_layers, g.block_size, g.n_kv_heads, g.head_dim, g.elem_size)
 
-    def _share(self, blocks: list[int], target: Sequence, tokens: int) -> int:
+    def _share(self, blocks: list[int], target: Sequence, tokens: int, in_place: int) -> int:
         self._blocks.hold(blocks)
         target.table += blocks
         target.filled += tokens
+        target.in_place = min(target.in_place, in_place)
         return tokens
 
-    def _full_blocks(self, who: str, session: SessionHandle, k: SupportsIndex) -> list[int]:
-        """The first k blocks of a session, all of them full and resident."""
+    def _full_blocks(
+        self, who: str, session: SessionHandle, k: SupportsIndex
+    ) -> tuple[Sequence, list[int]]:
+        """A session and its first k blocks, all of them full and resident."""
         seq, n = self._idle(who, session), self._count(who, "k", k)
         if n * self.geometry.block_size > seq.filled:
             raise PrefixNotFullyFilled(
                 f"{who}: got {n} blocks of a session of {seq.filled} tokens, need them full"
             )
-        return self._resident(who, seq, range(n))
+        return seq, self._resident(who, seq, range(n))
 
     def _find_prefix(self, who: str, prefix: PrefixId) -> _Prefix:
         found = self._prefixes.get(prefix) if isinstance(prefix, PrefixId) else None
         if found is None:
             raise UnknownPrefix(f"{who}: got {prefix!r}, need a registered prefix of this pool")
         return found
+
+    def _check_lease(self, who: str, lease: PrefixLease) -> None:
+        if not isinstance(lease, PrefixLease) or lease.pool is not self or not lease.is_open:
+            raise StaleHandle(f"{who}: got {lease!r}, need an open lease of this pool")
 
     def _tokens_of(self, prefix: _Prefix) -> int:
         return len(prefix.blocks) * self.geometry.block_size
@@ -296,3 +307,23 @@ class SharingPool(SequencePool):
         for block, n in self._pins.items():
             counts[block] = counts.get(block, 0) + n
         return counts
+
+
+def _check_plain(key: object) -> None:
+    """A model's key is told apart by its repr, which of plain values is all there is to them."""
+    if isinstance(key, tuple):
+        for item in key:
+            _check_plain(item)
+    elif key is not None and not isinstance(key, str | bytes | int | float):
+        raise DTypeError(f"use_model: got {type(key).__name__} in the key, need plain values only")
+
+
+def _packed(who: str, tokens: list[SupportsIndex]) -> bytes:
+    """Token ids as little-endian i64: whole, so that no two of them share a key."""
+    if bool not in map(type, tokens):
+        with suppress(struct.error, TypeError):
+            return struct.pack(f"<{len(tokens)}q", *tokens)
+    for t in tokens:
+        if not -(2**63) <= whole(who, "token", t) < 2**63:
+            raise DTypeError(f"{who}: got token {t}, need one that an i64 holds")
+    raise AssertionError("what cannot be packed is no whole number or too large")

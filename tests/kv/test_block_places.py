@@ -91,17 +91,26 @@ def test_a_file_and_its_folder_are_synced_around_the_rename(folder, monkeypatch)
     assert calls == ["sync", "move", "sync"]
 
 
-def test_a_folder_that_cannot_be_synced_is_no_failure(folder, monkeypatch):
+def test_only_a_folder_that_cannot_be_synced_at_all_is_no_failure(folder, monkeypatch):
     fsync = os.fsync
 
-    def files_only(handle):
-        if os.path.samestat(os.fstat(handle), os.stat(folder.place)):
-            raise OSError(errno.EINVAL, "Invalid argument")
-        fsync(handle)
+    def files_only(number):
+        def sync(handle):
+            if os.path.samestat(os.fstat(handle), os.stat(folder.place)):
+                raise OSError(number, os.strerror(number))
+            fsync(handle)
 
-    monkeypatch.setattr(os, "fsync", files_only)
-    folder.put("a", b"data")
-    assert folder.get("a") == b"data"
+        return sync
+
+    for number in (errno.EINVAL, errno.ENOTSUP):
+        monkeypatch.setattr(os, "fsync", files_only(number))
+        folder.put(f"a{number}", b"data")
+        assert folder.get(f"a{number}") == b"data"
+    before = left_behind(folder)
+    monkeypatch.setattr(os, "fsync", files_only(errno.EIO))
+    with pytest.raises(BlockStoreError, match="Input/output error"):
+        folder.put("b", b"data")
+    assert left_behind(folder) == before
 
 
 def test_a_failed_delete_keeps_the_block(folder, monkeypatch):
@@ -277,6 +286,13 @@ def test_a_driver_that_is_missing_is_named_and_no_password_is(monkeypatch):
     with pytest.raises(EnvironmentMissing, match=r"ImportError: .*s3fs.* URL of 's3'") as got:
         FsspecBlockStore("s3://user:password@bucket/folder")
     assert "password" not in str(got.value)
+
+
+def test_no_bucket_is_made(remote, monkeypatch):
+    monkeypatch.setattr(MemoryFileSystem, "root_marker", "")
+    monkeypatch.setattr(MemoryFileSystem, "mkdir", lambda *_, **__: pytest.fail("made a bucket"))
+    with pytest.raises(EnvironmentMissing, match="no bucket"):
+        FsspecBlockStore("memory://")
 
 
 def test_without_fsspec_the_message_says_what_to_install(monkeypatch):

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import fsspec
@@ -146,26 +147,61 @@ def test_threads_share_a_store(store):
     assert left_behind(store) == [f"block-{key}" for key in kept]
 
 
-def test_of_two_threads_one_puts_a_key(store, monkeypatch):
+@contextmanager
+def put_in_flight(store, key, data):
+    """Another thread has written a block and its `put` has not returned, until the end."""
     inside, go, write = threading.Event(), threading.Event(), store._write
 
-    def slow(who, key, data):
+    def slow(*args):
+        write(*args)
         inside.set()
         assert go.wait(30)
-        write(who, key, data)
 
-    monkeypatch.setattr(store, "_write", slow)
-    first = threading.Thread(target=store.put, args=("a", b"first"))
-    first.start()
+    store._write = slow
+    thread = threading.Thread(target=store.put, args=(key, data))
+    thread.start()
     assert inside.wait(30)
-    with pytest.raises(BlockStoreError, match="twice"):
-        store.put("a", b"second")
-    with pytest.raises(BlockStoreError, match="unknown key"):
-        store.get("a")  # not before it is whole
-    store.delete("a")
+    store._write = write
+    yield
     go.set()
-    first.join(30)
+    thread.join(30)
+
+
+def test_of_two_threads_one_puts_a_key(store):
+    with put_in_flight(store, "a", b"first"):
+        with pytest.raises(BlockStoreError, match="twice"):
+            store.put("a", b"second")
+        with pytest.raises(BlockStoreError, match="unknown key"):
+            store.get("a")
+        store.delete("a")
     assert store.get("a") == b"first"
+
+
+def test_a_put_that_ends_after_the_close_puts_nothing(store):
+    with put_in_flight(store, "a", b"first"):
+        store.close()
+    assert store.keys() == []
+
+
+def test_a_block_deleted_while_it_is_read_is_named(store, monkeypatch):
+    read = store._read
+    monkeypatch.setattr(store, "_read", lambda key: (store.delete(key), read(key)))
+    store.put("a", b"1")
+    with pytest.raises(BlockStoreError, match=r"get: got .* for block 'a'"):
+        store.get("a")
+
+
+def test_memory_that_runs_out_is_typed(store, monkeypatch):
+    def fail(*args):
+        raise MemoryError
+
+    store.put("a", b"1")
+    monkeypatch.setattr(store, "_read", fail)
+    monkeypatch.setattr(store, "_write", fail)
+    for call in (lambda: store.get("a"), lambda: store.put("b", b"1")):
+        with pytest.raises(OutOfMemory, match=r"got no memory for block '[ab]'"):
+            call()
+    assert store.keys() == ["a"]
 
 
 # All or nothing over several blocks
@@ -276,36 +312,33 @@ def test_a_bad_limit_is_refused():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_forked_child_has_its_own_memory_and_none_of_the_parents_files_p6(tmp_path):
     def child(pipe):
-        memory.put("b", b"x" * 5)  # with no lock that a lost thread held
+        pipe.send((memory.keys(), memory._used))
+        memory.put("lost", b"x" * 9)
         memory.delete("a")
-        told = [str(error) for error in (refusal(folder), refusal(remote))]
-        pipe.send((memory.keys(), memory._used, told))
-        folder.close()
-        remote.close()
-
-    def refusal(store):
-        with pytest.raises(BlockStoreError) as caught:
-            store.delete("a")
-        return caught.value
+        for store in (folder, remote):
+            for call in (lambda: store.delete("a"), lambda: store.put("b", b"")):  # noqa: B023
+                with pytest.raises(BlockStoreError, match="this one was forked from"):
+                    call()
+            store.close()
+        pipe.send((memory.keys(), memory._used))
 
     stores = memory, folder, remote = (
         MemoryBlockStore(10),
         FolderBlockStore(tmp_path),
-        FsspecBlockStore("memory://blocks"),
+        FsspecBlockStore(f"file://{tmp_path}"),
     )
     for store in stores:
         store.put("a", b"1")
     forking = multiprocessing.get_context("fork")
     ours, theirs = forking.Pipe()
-    with memory._lock, folder._lock, remote._lock:
-        process = forking.Process(target=child, args=(theirs,))
-        process.start()
-    assert ours.poll(30)
-    keys, used, told = ours.recv()
+    process = forking.Process(target=child, args=(theirs,))
+    with put_in_flight(memory, "lost", b"x" * 9), memory._lock, folder._lock, remote._lock:
+        process.start()  # none of these locks is ever released in the child
+    for told in ((["a"], 1), (["lost"], 9)):
+        assert ours.poll(30)
+        assert ours.recv() == told
     process.join(30)
     assert process.exitcode == 0
-    assert (keys, used) == (["b"], 5)
-    assert all("belongs to the process this one was forked from" in text for text in told)
     assert [store.get("a") for store in stores] == [b"1"] * 3
     for store in stores:
         store.close()
