@@ -66,3 +66,7 @@ class PrefixId(Minted):
 
 class FenceId(Minted):
     """Names one step that a paged pool waits for."""
+
+
+class RequestId(Minted):
+    """Names one request of a serving engine. Later requests have higher ones."""

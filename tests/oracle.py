@@ -52,6 +52,11 @@ def slab_of(t: lk.Tensor, values: Mapping[lk.Tensor, Array], env: Mapping[lk.Sym
         starts = [start_of(s, env) for s in op.starts]
         index = tuple(slice(s, s + w) for s, w in zip(starts, src.shape, strict=True))
         return [(index, ...)]
+    if op.name == "write_rows":
+        rows = values[t.inputs[2]].tolist()
+        count = int(values[t.inputs[3]]) if op.has_count else len(rows)
+        assert 0 <= count <= len(rows), "the caller of the oracle stays in bounds"
+        return [(row, i) for i, row in enumerate(rows[:count])]
     lead = (slice(None),) * op.axis
     first, rows = int(values[t.inputs[2]]), src.shape[op.axis]
     if op.name == "write_slice_at":
@@ -112,7 +117,7 @@ def evaluate(
             result = np.zeros(t.shape, t.dtype.numpy)
         elif not ins:
             result = leaf_data(t, bindings)
-        elif t.op.name.startswith("write_slice") or t.op.name == "zero_fill":
+        elif t.op.name.startswith("write_") or t.op.name == "zero_fill":
             result = ins[0].copy()
             for to, of in slab_of(t, values, env):
                 result[to] = 0 if of is None else ins[1][of]
@@ -147,7 +152,7 @@ def view_of(t: lk.Tensor, views: Mapping[lk.Tensor, View], env: Mapping[lk.Sym, 
     source = views[t.inputs[0]]
     at, moves = source.at, source.moves
     match op.name:
-        case "write_slice" | "write_slice_at" | "write_slice_rotating" | "zero_fill":
+        case "write_slice" | "write_slice_at" | "write_slice_rotating" | "write_rows" | "zero_fill":
             return View(source.leaf, t, at, moves)
         case "slice":
             first = start_of(op.start, env)

@@ -9,10 +9,10 @@ from io import TextIOWrapper
 import lazykv.cli.generate as generate
 import lazykv.cli.graph as graph
 import lazykv.cli.plan as plan
+import lazykv.cli.serve_batch as serve_batch
 from lazykv import __version__
 from lazykv.cli.arguments import Command, Parser
-from lazykv.cli.exits import INTERRUPTED, OK, UsageError, exit_code
-from lazykv.errors import LazyKvError
+from lazykv.cli.exits import INTERRUPTED, OK, error_line, exit_code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except Exception as e:
-        print(f"lazykv: {_line(e)}", file=sys.stderr)
+        print(f"lazykv: {error_line(e)}", file=sys.stderr)
         return exit_code(e)
     return code
 
@@ -52,14 +52,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"lazykv {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for module in (generate, graph, plan):
+    for module in (generate, serve_batch, graph, plan):
         module.add_commands(commands)
     return parser
-
-
-def _line(error: Exception) -> str:
-    """A failure in one line; the kind of one that nobody put into words is named."""
-    text = " ".join(str(error).split())
-    if isinstance(error, LazyKvError | UsageError):
-        return text
-    return f"{type(error).__name__}: {text}"

@@ -47,3 +47,11 @@ EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
 def exit_code(error: BaseException) -> int:
     """The exit code for a failure; what lazykv did not raise itself counts as a failed check."""
     return next((code for kind, code in EXIT_CODES if isinstance(error, kind)), CHECK_FAILED)
+
+
+def error_line(error: Exception) -> str:
+    """A failure in one line; the kind of one that nobody put into words is named."""
+    text = " ".join(str(error).split())
+    if isinstance(error, LazyKvError | UsageError):
+        return text
+    return f"{type(error).__name__}: {text}"

@@ -5,17 +5,15 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from lazykv import counters
-from lazykv.cli.arguments import count, number, whole
+from lazykv.cli.arguments import count
 from lazykv.cli.exits import OK, UsageError
+from lazykv.cli.models import add_model, add_sampling, check_sampling, load_model, text_from
 from lazykv.kv.pairs import KvPairCache
-from lazykv.models import LlamaModel, generate, load
-from lazykv.models.sampling import Sampler, StopStrings
-from lazykv.models.weights import Progress
+from lazykv.models import LlamaModel, generate
 from lazykv.sessions.context import InferenceContext
 
 
@@ -44,10 +42,7 @@ def add_commands(commands: Any) -> None:
         description="Continue PROMPT with a Llama-type model, printing the text as it comes.",
     )
     parser.add_argument("prompt", metavar="PROMPT", help="text, or - for standard input")
-    parser.add_argument(
-        "--model", metavar="M", default="smollm2",
-        help="smollm2 (the default: small, fetched once), a .gguf file or a safetensors folder",
-    )  # fmt: skip
+    add_model(parser)
     parser.add_argument("--chat", action="store_true", help="lay PROMPT out as a chat message")
     parser.add_argument(
         "--max-new-tokens", type=count, metavar="N", default=128, help="default 128"
@@ -56,28 +51,16 @@ def add_commands(commands: Any) -> None:
         "--max-seq-len", type=count, metavar="N",
         help="most rows of the cache, prompt included (default: the model's context)",
     )  # fmt: skip
-    sampling = parser.add_argument_group("sampling")
-    sampling.add_argument(
-        "--temperature", type=number, metavar="T", default=0.0, help="0, the default, is greedy"
-    )
-    sampling.add_argument("--top-k", type=count, metavar="N", help="keep the N most likely tokens")
-    sampling.add_argument("--top-p", type=number, metavar="P", help="keep the likeliest P in all")
-    sampling.add_argument("--seed", type=whole, metavar="N", help="for the same text every time")
-    sampling.add_argument(
-        "--stop", action="append", metavar="TEXT", help="end before TEXT (may be repeated)"
-    )
+    add_sampling(parser)
     parser.add_argument("--stats", action="store_true", help="counts and speed, on standard error")
     parser.add_argument("--json", action="store_true", help="one JSON object at the end, no stream")
     parser.set_defaults(run=_generate)
 
 
 def _generate(args: argparse.Namespace) -> int:
-    # What can be wrong without the model is told before the wait for it.
-    Sampler(args.temperature, args.top_k, args.top_p, args.seed)
-    StopStrings(args.stop or ())
+    check_sampling(args)
     prompt = _prompt(args.prompt)
-    with _loading() as progress:
-        model = load(args.model, progress=progress, notify=_notify)
+    model = load_model(args)
     text = model.chat_prompt([{"role": "user", "content": prompt}]) if args.chat else prompt
     run = _Run(model, model.tokenizer.with_bos(model.tokenizer.encode(text)), args)
     for piece in run.pieces():
@@ -94,36 +77,13 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _prompt(argument: str) -> str:
-    try:
-        text = sys.stdin.read().removesuffix("\n") if argument == "-" else argument
-        text.encode()  # bytes that are no text may have come through as lone surrogates
-    except UnicodeError as e:
-        raise UsageError("PROMPT: got bytes that are not UTF-8, need text") from e
+    def read() -> str:
+        return sys.stdin.read().removesuffix("\n") if argument == "-" else argument
+
+    text = text_from("PROMPT", read)
     if not text:
         raise UsageError("PROMPT: got no text, need some")
     return text
-
-
-def _notify(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-@contextmanager
-def _loading() -> Iterator[Progress | None]:
-    """A progress bar on a terminal's standard error, nothing elsewhere."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    # Late, because rich comes with the optional `models` extra and is slow to import.
-    try:
-        from rich.console import Console  # noqa: PLC0415
-        from rich.progress import Progress as Bar  # noqa: PLC0415
-    except ModuleNotFoundError:
-        yield None
-        return
-    with Bar(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("loading", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 class _Run:

@@ -65,6 +65,8 @@ class Plan:
         self._refills: dict[int, HostArray] = {}
         self._values = [0] * len(self.symbols)
         self.running = threading.Lock()
+        # False where a failed write can have touched only rows that nobody counts.
+        self.tears = True
         self._registers = Registers(program)
         self._calls: list[Step] = []
         self._claims: tuple[Claim, ...] = ()
@@ -403,7 +405,7 @@ class Plan:
             assert store is not None, "a running plan is bound"
             if n < step_at:
                 store.version += 1
-            elif not refused:
+            elif self.tears and not refused:
                 store.torn = True
         specs = ", ".join(str(self.program.registers[i].spec) for i in step.inputs)
         label = f"{step.op.name}[{step.node}] of ({specs})"

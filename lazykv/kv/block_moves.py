@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lazykv.compiler.plan import Plan
 from lazykv.device import HostArray
-from lazykv.dtypes import f32
+from lazykv.dtypes import f32, f64
 from lazykv.functions import concat
 from lazykv.graph import Graph, Tensor
 from lazykv.runtime.realize import plan
@@ -23,12 +23,15 @@ from lazykv.symbols import Sym
 class BlockMoves:
     """Moves between blocks of one pool's storages, which stand as K and V of each layer.
 
-    Callers take turns, and see to it that block numbers are in range.
+    Callers take turns, and see to it that block numbers are in range and that nobody counts the
+    rows of a block that is written: a move that fails midway leaves anything in it.
     """
 
     def __init__(self, storages: Sequence[Storage]) -> None:
         self._storages = tuple(storages)
         self._blocks = storages[0].shape[0]
+        dt = storages[0].dtype
+        self._wide = dt if dt is f64 else f32  # what keys are turned in
         self._source = Sym("source", 0, self._blocks - 1)
         self._dest = Sym("dest", 0, self._blocks - 1)
 
@@ -46,14 +49,13 @@ class BlockMoves:
         made, incoming = self._write
         made.run({incoming: data}, {self._dest: block})
 
-    def shift(
-        self, source: int, dest: int, cos: NDArray[np.float32], sin: NDArray[np.float32],
-        interleaved: bool,
-    ) -> None:  # fmt: skip
-        """Copy a block with its keys turned by one angle per pair: cos and sin are ``[D/2]``."""
+    def shift(self, source: int, dest: int, angles: NDArray[np.float64], interleaved: bool) -> None:
+        """Copy a block with its keys turned by one angle (radians) per pair, ``[D/2]``."""
         made, tables = self._shift_interleaved if interleaved else self._shift_halves
-        rows = self._storages[0].shape[1]
-        turned = [np.broadcast_to(t, (rows, len(t))) for t in (cos, sin)]
+        turned = [
+            np.broadcast_to(f(angles).astype(self._wide.numpy), t.shape)
+            for f, t in zip((np.cos, np.sin), tables, strict=True)
+        ]
         made.run(dict(zip(tables, turned, strict=True)), {self._source: source, self._dest: dest})
 
     # Plans
@@ -76,7 +78,7 @@ class BlockMoves:
         effects = [
             self._put(g.const(s), incoming.slice(0, n, 1)) for n, s in enumerate(self._storages)
         ]
-        return plan([], effects=effects, device=first.location), incoming
+        return _untorn(plan([], effects=effects, device=first.location)), incoming
 
     @cached_property
     def _shift_interleaved(self) -> tuple[Plan, tuple[Tensor, Tensor]]:
@@ -89,15 +91,16 @@ class BlockMoves:
     def _shift(self, interleaved: bool) -> tuple[Plan, tuple[Tensor, Tensor]]:
         g = Graph()
         (_, rows, _, dim), dt = self._storages[0].shape, self._storages[0].dtype
-        cos = g.placeholder((rows, dim // 2), f32, "cos")
-        sin = g.placeholder((rows, dim // 2), f32, "sin")
+        wide = self._wide
+        cos = g.placeholder((rows, dim // 2), wide, "cos")
+        sin = g.placeholder((rows, dim // 2), wide, "sin")
 
         def turn(slot: int, block: Tensor) -> Tensor:
             if slot % 2:  # values have no positions
                 return block
-            heads_first = (block if dt is f32 else block.cast(f32)).transpose(1, 2)
+            heads_first = (block if dt is wide else block.cast(wide)).transpose(1, 2)
             turned = heads_first.rope(cos, sin, interleaved=interleaved).transpose(1, 2)
-            return turned if dt is f32 else turned.cast(dt)
+            return turned if dt is wide else turned.cast(dt)
 
         return self._between(turn, g), (cos, sin)
 
@@ -107,8 +110,14 @@ class BlockMoves:
         for slot, storage in enumerate(self._storages):
             pool = g.const(storage)
             effects.append(self._put(pool, change(slot, pool.slice(0, self._source, 1))))
-        return plan([], effects=effects, device=self._storages[0].location)
+        return _untorn(plan([], effects=effects, device=self._storages[0].location))
 
     def _put(self, pool: Tensor, block: Tensor) -> Tensor:
         rest = [(0, extent) for extent in pool.shape[1:]]
         return pool.write_slice(block, [(self._dest, self._dest + 1), *rest])
+
+
+def _untorn(made: Plan) -> Plan:
+    """A plan that writes nothing but blocks that nobody counts."""
+    made.tears = False
+    return made

@@ -1,7 +1,6 @@
 """DeviceKvPool: a paged pool with its bytes, keys and values of every layer in blocks."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -9,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from lazykv.device import DeviceLike, DeviceLocation, HostArray, device
-from lazykv.dtypes import DTypeLike, dtype, to_logical
+from lazykv.dtypes import DType, DTypeLike, dtype, to_logical
 from lazykv.errors import DTypeError, RangeError, ShapeError
 from lazykv.ids import KvAllocId, PrefixId, SessionHandle, next_alloc_id
 from lazykv.kv.block_moves import BlockMoves
@@ -63,16 +62,9 @@ class DeviceKvPool(KvBlockPool):
         self, geometry: KvGeometry, dtype: DTypeLike, device: DeviceLike = "cpu", *,
         store: BlockStore | None = None, digest: Digest = sha256,
     ) -> None:  # fmt: skip
-        super().__init__(geometry, digest=digest)
         self.dtype, where = _dtype(dtype), _device(device).location
-        if self.dtype.itemsize != geometry.elem_size:
-            raise DTypeError(
-                f"DeviceKvPool: got {self.dtype} for elem_size {geometry.elem_size}, need elements "
-                f"of {self.dtype.itemsize} bytes"
-            )
-        if geometry.num_blocks >= NO_BLOCK:
-            raise RangeError(f"DeviceKvPool: got {geometry.num_blocks} blocks, need < {NO_BLOCK}")
-        check_layers("DeviceKvPool", geometry.n_layers)
+        _check_geometry(geometry, self.dtype)
+        super().__init__(geometry, digest=digest)
         made = zeroed([geometry.shape] * 2, self.dtype, [where] * geometry.n_layers)
         self._location = where
         self._storages = tuple(s for pair in made for s in pair or ())
@@ -189,6 +181,7 @@ class DeviceKvPool(KvBlockPool):
         self._write_block(n, b, storage, rows)
 
     def _write_block(self, n: int, block: int, storage: Storage, rows: HostArray) -> None:
+        storage.check_readable()
         if block in self._blocks.index:
             self._unindex(block)
         self._slots_written[block] &= ~(1 << n)
@@ -242,27 +235,36 @@ class DeviceKvPool(KvBlockPool):
         values are copied. What the blocks have *seen* stays: their tokens attended to the prefix
         alone.
         """
-        who = "splice_prefix_shifted"
-        freq = np.asarray(inv_freq, np.float64)
-        if freq.shape != (self.geometry.head_dim // 2,) or not np.isfinite(freq).all():
-            raise ShapeError(
-                f"{who}: got inv_freq of shape {freq.shape}, need {self.geometry.head_dim // 2} "
-                "finite numbers"
-            )
-        if not self.dtype.is_float or self.dtype.storage_only:
-            raise DTypeError(f"{who}: got a pool of {self.dtype}, need floats to rotate")
+        freq = self._frequencies("splice_prefix_shifted", inv_freq)
         offset, pairs = self.alloc_shifted_prefix_slots(prefix, dst)
-        angles = freq * offset
-        cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
         try:
-            with self._recovering():
-                for source, dest in pairs:
-                    self._moves.shift(source, dest, cos, sin, bool(interleaved))
-                    self._note_copied(source, dest)
+            for source, dest in pairs:
+                self._moves.shift(source, dest, freq * offset, bool(interleaved))
+                self._note_copied(source, dest)
         except BaseException:
             self.truncate(dst, offset)
             raise
         return len(pairs) * self.geometry.block_size
+
+    def _frequencies(self, who: str, inv_freq: ArrayLike) -> NDArray[np.float64]:
+        """A caller's angles per position, one for each pair of a key."""
+        dim = self.geometry.head_dim
+        if not self.dtype.is_float or self.dtype.storage_only or dim % 2:
+            raise DTypeError(
+                f"{who}: got keys of {dim} {self.dtype}, need an even number of floats to rotate"
+            )
+        try:
+            freq = np.asarray(inv_freq)
+        except ValueError as e:  # lists of several lengths
+            raise DTypeError(f"{who}: got inv_freq {inv_freq!r:.80}, need numbers") from e
+        if freq.dtype.kind not in "fiu":
+            raise DTypeError(f"{who}: got inv_freq of {freq.dtype}, need real numbers")
+        freq = freq.astype(np.float64)
+        if freq.shape != (dim // 2,) or not np.isfinite(freq).all():
+            raise ShapeError(
+                f"{who}: got inv_freq of shape {freq.shape}, need {dim // 2} finite numbers"
+            )
+        return freq
 
     # What KvBlockPool asks of a pool of bytes
 
@@ -277,7 +279,14 @@ class DeviceKvPool(KvBlockPool):
         for i in range(start // size, len(seq.table)):
             block = seq.table[i]
             if not isinstance(block, EvictHandle):
-                self._rows_written[block] = min(size, seq.filled - i * size)
+                # Others that share the block may have filled more of it.
+                rows = min(size, seq.filled - i * size)
+                self._rows_written[block] = max(rows, self._rows_written[block])
+
+    def _take(self, n: int) -> list[int]:
+        # What is taken is written, so a buffer that a lost writer tore is refused before.
+        self._check_whole()
+        return super()._take(n)
 
     def _on_taken(self, blocks: Iterable[int]) -> None:
         for block in blocks:
@@ -300,16 +309,19 @@ class DeviceKvPool(KvBlockPool):
         self._slots_written[dest] = self._slots_written[source]
 
     def _copy_block(self, source: int, dest: int) -> None:
-        with self._recovering():
-            self._moves.copy(source, dest)
+        self._moves.copy(source, dest)
         self._note_copied(source, dest)
 
     def _store_bytes(self, session: SessionHandle, blocks: list[int]) -> _Stored:
         self._retry_deletes()
         keys = [f"pool{self._alloc_id}-{self._keys + n}" for n in range(len(blocks))]
         self._keys += len(blocks)
-        sealed = (seal(self._moves.read(b).view(np.uint8).data) for b in blocks)
-        store_all(self._store, dict(zip(keys, sealed, strict=True)))
+        sealed = [seal(self._moves.read(b).view(np.uint8).data) for b in blocks]
+        try:
+            store_all(self._store, dict(zip(keys, sealed, strict=True)))
+        except BaseException:
+            self._undeleted += keys  # those that could not be deleted again at once
+            raise
         written = tuple((self._rows_written[b], self._slots_written[b]) for b in blocks)
         return _Stored(tuple(keys), written)
 
@@ -325,10 +337,9 @@ class DeviceKvPool(KvBlockPool):
         return arrays, payload.written
 
     def _place_bytes(self, data: Any, blocks: list[int]) -> None:
-        with self._recovering():
-            for block, array, written in zip(blocks, *data, strict=True):
-                self._moves.write(block, array)
-                self._rows_written[block], self._slots_written[block] = written
+        for block, array, written in zip(blocks, *data, strict=True):
+            self._moves.write(block, array)
+            self._rows_written[block], self._slots_written[block] = written
 
     def _forget_payload(self, handle: EvictHandle) -> None:
         self._undeleted += handle.payload.keys
@@ -343,34 +354,18 @@ class DeviceKvPool(KvBlockPool):
             except Exception:
                 self._undeleted.append(key)
 
-    @contextmanager
-    def _recovering(self) -> Iterator[None]:
-        """Around writes of rows that no sequence counts yet: a buffer that they tear is whole where
-        it matters. One that was torn before is refused, since nobody knows where."""
-        self._check_whole()
-        try:
-            yield
-        except BaseException:
-            self._forgive()
-            raise
-
     def _check_whole(self) -> None:
         for storage in self._storages:
-            storage.check_readable()
-
-    def _forgive(self) -> None:
-        for storage in self._storages:
-            storage.torn = False
+            if storage.torn:
+                storage.check_readable()
 
     @locked
     def begin_step(self, sessions: Sequence[SessionHandle], n: SupportsIndex) -> PoolStep:
-        self._check_whole()
+        """Append n tokens to each of several different sessions, all of whose blocks are resident,
+        since a step reads them; all of them or none."""
+        for seq in [self._find("begin_step", s) for s in sessions]:
+            self._resident("begin_step", seq, range(len(seq.table)))
         return super().begin_step(sessions, n)
-
-    @locked
-    def cancel_step(self, step: PoolStep) -> None:
-        super().cancel_step(step)
-        self._forgive()
 
     def _layout(self) -> tuple[object, ...]:
         return (*super()._layout(), str(self.dtype))
@@ -378,3 +373,17 @@ class DeviceKvPool(KvBlockPool):
 
 _dtype = dtype
 _device = device
+
+
+def _check_geometry(geometry: object, dt: DType) -> None:
+    """Before anything is made for every block. What is no geometry is refused by the base."""
+    if not isinstance(geometry, KvGeometry):
+        return
+    if dt.itemsize != geometry.elem_size:
+        raise DTypeError(
+            f"DeviceKvPool: got {dt} for elem_size {geometry.elem_size}, need elements of "
+            f"{dt.itemsize} bytes"
+        )
+    if geometry.num_blocks >= NO_BLOCK:
+        raise RangeError(f"DeviceKvPool: got {geometry.num_blocks} blocks, need < {NO_BLOCK}")
+    check_layers("DeviceKvPool", geometry.n_layers)

@@ -31,6 +31,54 @@ class Piece(str):
         return piece
 
 
+class Reply:
+    """What follows one prompt: chooses tokens from logits, gives them out as pieces and ends.
+
+    `prompt` are its ids, i64 ``[n]``. All arguments are those of `generate` and are checked here,
+    in the name of `who`; where the logits come from is the caller's matter.
+    """
+
+    def __init__(
+        self, who: str, model: LlamaModel, prompt: str | Iterable[SupportsIndex],
+        max_new_tokens: SupportsIndex, temperature: float = 0, top_k: int | None = None,
+        top_p: float | None = None, seed: int | None = None,
+        stop: str | Iterable[str] | None = None,
+    ) -> None:  # fmt: skip
+        tokenizer = model.tokenizer
+        if isinstance(prompt, str):
+            prompt = tokenizer.with_bos(tokenizer.encode(prompt))
+        self.prompt = model.check_tokens(who, prompt)
+        if not self.prompt.size:
+            raise ShapeError(f"{who}: got an empty prompt, need at least one token")
+        self.max_new_tokens = count(who, "max_new_tokens", max_new_tokens, 1)
+        self._sampler = Sampler(temperature, top_k, top_p, seed)
+        self._stops = StopStrings(() if stop is None else stop)
+        self._text = tokenizer.stream(skip_special=True)
+        self._ends = frozenset(tokenizer.eos_ids)
+        self._made = 0
+
+    def next(self, logits: NDArray[np.float32], *, full: bool) -> Piece:
+        """The piece of the token chosen from `logits` ``[vocab]``. With a finish reason it is the
+        last; `full` says that there is no row for this token, so none can follow it."""
+        token = self._sampler(logits)
+        self._made += 1
+        visible = self._stops.push(self._text.push(token))
+        reason = self._finish_reason(token, full)
+        if reason is None:
+            return Piece(visible, token)
+        if not self._stops.stopped:
+            visible += self._stops.push(self._text.finish())
+            visible += "" if self._stops.stopped else self._stops.finish()
+        return Piece(visible, token, "stop" if self._stops.stopped else reason)
+
+    def _finish_reason(self, token: int, full: bool) -> str | None:
+        if token in self._ends or self._stops.stopped:
+            return "stop"
+        if self._made == self.max_new_tokens:
+            return "length"
+        return "capacity" if full else None
+
+
 def generate(
     model: LlamaModel, prompt: str | Iterable[SupportsIndex], max_new_tokens: SupportsIndex = 128,
     temperature: float = 0, top_k: int | None = None, top_p: float | None = None,
@@ -45,58 +93,30 @@ def generate(
     Special tokens are left out of the text; `stop` strings end it and are left out too. Arguments
     are checked by the call, before the first token is asked for.
     """
-    tokenizer = model.tokenizer
-    if isinstance(prompt, str):
-        prompt = tokenizer.with_bos(tokenizer.encode(prompt))
-    ids = model.check_tokens("generate", prompt)
-    if not ids.size:
-        raise ShapeError("generate: got an empty prompt, need at least one token")
-    budget = count("generate", "max_new_tokens", max_new_tokens, 1)
-    sampler = Sampler(temperature, top_k, top_p, seed)
-    stops = StopStrings(() if stop is None else stop)
+    reply = Reply(
+        "generate", model, prompt, max_new_tokens, temperature, top_k, top_p, seed, stop
+    )  # fmt: skip
+    n = len(reply.prompt)
     if cache is None:
         limit = model.config.context_length
         if max_seq_len is not None:
             limit = count("generate", "max_seq_len", max_seq_len, 1)
-        if len(ids) > limit:
-            raise RangeError(
-                f"generate: got a prompt of {len(ids)} tokens, need <= capacity {limit}"
-            )
+        if n > limit:
+            raise RangeError(f"generate: got a prompt of {n} tokens, need <= capacity {limit}")
         # The last token's row is never needed, so the budget counts one less.
-        cache = model.new_cache(min(limit, len(ids) + budget - 1))
+        cache = model.new_cache(min(limit, n + reply.max_new_tokens - 1))
     else:
-        model.check_room("generate", cache, len(ids))
-    return _stream(model, ids, budget, sampler, stops, cache, ctx)
+        model.check_room("generate", cache, n)
+    return _stream(model, reply, cache, ctx)
 
 
 def _stream(
-    model: LlamaModel, ids: NDArray[np.int64], budget: int, sampler: Sampler,
-    stops: StopStrings, cache: KvPairCache, ctx: InferenceContext | None,
-) -> Iterator[Piece]:  # fmt: skip
-    text = model.tokenizer.stream(skip_special=True)
-    ends = frozenset(model.tokenizer.eos_ids)
-    logits = model.prefill(ids, cache, ctx)
-    for made in range(1, budget + 1):
-        token = sampler(logits)
-        visible = stops.push(text.push(token))
-        reason = _finish_reason(token, ends, stops, made, budget, cache)
-        if reason is not None:
-            if not stops.stopped:
-                visible += stops.push(text.finish())
-                visible += "" if stops.stopped else stops.finish()
-            yield Piece(visible, token, "stop" if stops.stopped else reason)
+    model: LlamaModel, reply: Reply, cache: KvPairCache, ctx: InferenceContext | None
+) -> Iterator[Piece]:
+    logits = model.prefill(reply.prompt, cache, ctx)
+    while True:
+        piece = reply.next(logits, full=cache.cached_len == cache.max_seq_len)
+        yield piece
+        if piece.finish_reason is not None:
             return
-        yield Piece(visible, token)
-        logits = model.decode_step(token, cache, ctx)
-
-
-def _finish_reason(
-    token: int, ends: frozenset[int], stops: StopStrings, made: int, budget: int, cache: KvPairCache
-) -> str | None:
-    if token in ends or stops.stopped:
-        return "stop"
-    if made == budget:
-        return "length"
-    if cache.cached_len == cache.max_seq_len:
-        return "capacity"
-    return None
+        logits = model.decode_step(piece.id, cache, ctx)

@@ -26,9 +26,9 @@ class PagedAttention(Op):
     later row, and of the others only the last `window` positions, its own included. Query head h
     reads key head ``h // (Hq/Hkv)``. A sequence with a context_len of 0 is padding and gives zeros.
 
-    Rows past context_len are never part of any arithmetic. A table entry is used if one of its rows
-    is in view of a query; others may hold any mark and are never looked at. Pools may be 16-bit
-    under f32 queries; arithmetic is f32 then, like the result.
+    Rows that no query sees, those past context_len above all, are never part of any arithmetic. A
+    table entry is used if a query sees one of its rows; others may hold any mark and are never
+    looked at. Pools may be 16-bit under f32 queries; arithmetic is f32 then, like the result.
     """
 
     name: ClassVar[str] = "paged_attention"
@@ -112,9 +112,10 @@ class PagedAttention(Op):
         out = xp.zeros((batch, heads, queries, v_pool.shape[3]), q.dtype)
         for b, n in enumerate(live):
             if n and queries:
-                at = self.first(n, queries) // size * size
-                k, v = (_in_order(xp, p[used[b]], n - at) for p in (k_pool, v_pool))
-                seen = visible(xp, xp.arange(n - queries, n), xp.arange(at, n), self.window)
+                first = self.first(n, queries)
+                skip, rows = first % size, xp.arange(first, n)
+                k, v = (_in_order(xp, p[used[b]], skip, n - first) for p in (k_pool, v_pool))
+                seen = visible(xp, xp.arange(n - queries, n), rows, self.window)
                 out[b] = attend(xp, q[b : b + 1], k, v, self.scale, seen)[0]
         return out
 
@@ -127,7 +128,7 @@ class PagedAttention(Op):
 
     def lower(self, b: Any, *ins: Any) -> Any:
         """Over all M blocks of every table row. Entries that are not used become block 0 and rows
-        that are not live zeros, since 0 * NaN is NaN; `take` refuses what is out of range."""
+        that no query sees zeros, since 0 * NaN is NaN; `take` refuses what is out of range."""
         q, k, v, table, lens = ins
         (batch, heads, queries, _), size = b.spec(q).shape, b.spec(k).shape[1]
         out, dtype = (batch, heads, queries, b.spec(v).shape[3]), b.spec(q).dtype
@@ -139,11 +140,10 @@ class PagedAttention(Op):
         lens = b.apply(Cast(i64), lens)
         first = self._lower_first(b, lens, queries, rows)
         ids = self._lower_ids(b, table, lens, first, size)
-        row = _spread(b, b.apply(Iota((rows,), i64)), (batch, rows), 1)
-        live = b.apply(Lt(), row, _spread(b, lens, (batch, rows), 0))
+        live = self._lower_live(b, lens, first, rows)
         k, v = (_lower_rows(b, p, ids, live) for p in (k, v))
         scores = lower_scores(b, q, k, self.scale)
-        seen = self._lower_visible(b, first, live, queries)
+        seen = self._lower_visible(b, first, queries, rows)
         seen = b.apply(Reshape((batch, 1, queries, rows)), seen)
         return lower_weighted(b, scores, b.apply(BroadcastTo(b.spec(scores).shape), seen), v)
 
@@ -159,8 +159,7 @@ class PagedAttention(Op):
     def _lower_ids(self, b: Any, table: Any, lens: Any, first: Any, size: int) -> Any:
         """``[B, M]`` i64: the table with 0 for entries that are not used."""
         shape = b.spec(table).shape
-        start = b.apply(MulScalar(size), b.apply(Iota(shape[1:], i64)))
-        start = _spread(b, start, shape, 1)
+        start = _spread(b, b.apply(MulScalar(size), b.apply(Iota(shape[1:], i64))), shape, 1)
         used = b.apply(Lt(), start, _spread(b, lens, shape, 0))
         if self.window is not None:
             oldest = b.apply(SubScalar(self.window), _spread(b, first, shape, 0))
@@ -168,15 +167,23 @@ class PagedAttention(Op):
             used = b.apply(And(), used, b.apply(Gt(), last, oldest))
         return b.apply(Where(), used, b.apply(Cast(i64), table), b.apply(Fill(shape, i64, 0)))
 
-    def _lower_visible(self, b: Any, first: Any, live: Any, queries: int) -> Any:
-        """``[B, Sq, rows]`` bool: which row each query sees."""
-        batch, rows = b.spec(live).shape
-        shape = (batch, queries, rows)
+    def _lower_live(self, b: Any, lens: Any, first: Any, rows: int) -> Any:
+        """``[B, rows]`` bool: the rows that some query sees."""
+        shape = (*b.spec(lens).shape, rows)
+        row = _spread(b, b.apply(Iota((rows,), i64)), shape, 1)
+        live = b.apply(Lt(), row, _spread(b, lens, shape, 0))
+        if self.window is None:
+            return live
+        oldest = b.apply(SubScalar(self.window), _spread(b, first, shape, 0))
+        return b.apply(And(), live, b.apply(Gt(), row, oldest))
+
+    def _lower_visible(self, b: Any, first: Any, queries: int, rows: int) -> Any:
+        """``[B, Sq, rows]`` bool: which row each query sees; padding sees rows that are zeros."""
+        shape = (*b.spec(first).shape, queries, rows)
         row = _spread(b, b.apply(Iota((rows,), i64)), shape, 2)
         own = _spread(b, b.apply(Iota((queries,), i64)), shape, 1)
         place = b.apply(Add(), own, _spread(b, first, shape, 0))
-        alive = b.apply(BroadcastTo(shape), b.apply(Reshape((batch, 1, rows)), live))
-        seen = b.apply(And(), alive, b.apply(Le(), row, place))
+        seen = b.apply(Le(), row, place)
         if self.window is None:
             return seen
         return b.apply(And(), seen, b.apply(Gt(), row, b.apply(SubScalar(self.window), place)))
@@ -188,9 +195,9 @@ def visible(xp: Any, place: Any, rows: Any, window: int | None) -> Any:
     return seen if window is None else seen & (rows[None] > place[:, None] - window)
 
 
-def _in_order(xp: Any, blocks: Any, rows: int) -> Any:
-    """``[n, bs, H, D]`` blocks as the first rows of one sequence: ``[1, H, rows, D]``."""
-    flat = blocks.reshape(-1, *blocks.shape[2:])[:rows]
+def _in_order(xp: Any, blocks: Any, skip: int, rows: int) -> Any:
+    """``[n, bs, H, D]`` blocks as one sequence of rows after `skip`: ``[1, H, rows, D]``."""
+    flat = blocks.reshape(-1, *blocks.shape[2:])[skip : skip + rows]
     return xp.swapaxes(flat, 0, 1)[None]
 
 

@@ -50,16 +50,18 @@ class WriteRows(Op):
 
     def check_rows(self, used: Sequence[int], extent: int) -> None:
         """Refuse row numbers outside a destination of `extent` rows, and one that comes twice."""
+        if not used or (min(used) >= 0 and max(used) < extent and len(set(used)) == len(used)):
+            return
+        seen: dict[int, int] = {}
         for i, row in enumerate(used):
             if not 0 <= row < extent:
                 raise RangeError(f"{self.name}: got rows[{i}] = {row}, need 0 <= row < {extent}")
-        if len(set(used)) < len(used):
-            first = {row: i for i, row in reversed(list(enumerate(used)))}
-            i, row = next((i, row) for i, row in enumerate(used) if first[row] < i)
-            raise RangeError(
-                f"{self.name}: got rows[{first[row]}] = rows[{i}] = {row}, need each row at most "
-                "once"
-            )
+            if row in seen:
+                raise RangeError(
+                    f"{self.name}: got rows[{seen[row]}] = rows[{i}] = {row}, need each row at "
+                    "most once"
+                )
+            seen[row] = i
 
     def body(self, xp: Any, *ins: Any) -> Any:
         out, src, rows = ins[0].copy(), ins[1], ins[2]

@@ -46,7 +46,7 @@ class Blocks:
         """Refuse a call that takes more blocks than there are."""
         if n > self.available:
             raise OutOfBlocks(
-                f"{who}: got {self.available} free blocks, need {n}; discard or evict sessions first",
+                f"{who}: got {self.available} free blocks, need {n}; discard or evict sessions",
                 need=n,
                 have=self.available,
             )

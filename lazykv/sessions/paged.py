@@ -4,18 +4,20 @@ What a token changes is bound data: where its rows go, the block tables and the 
 into new blocks, forking, evicting and restoring keep the plan, and so does serving other sequences.
 """
 
+import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lazykv.compiler.manifest import Manifest
-from lazykv.compiler.plan import Plan
+from lazykv.compiler.plan import Plan, check_input
 from lazykv.device import HostArray, host_array
 from lazykv.dtypes import i64, u32
-from lazykv.errors import BindingError, PoolError, ShapeError
+from lazykv.errors import BindingError, GraphError, PoolError, RangeError, SessionBusy, ShapeError
 from lazykv.graph import Tensor
 from lazykv.ids import KvAllocId, SessionHandle
 from lazykv.kv.pool import NO_BLOCK, DeviceKvPool
@@ -40,7 +42,10 @@ class PagedDecodeSession:
     (row ``block * block_size + slot`` of every new token in the flattened pool), ``count`` i64 (how
     many of them are real), ``block_table`` u32 ``[batch, max_blocks]`` and ``context_lens`` u32
     ``[batch]`` (0 for sequences that only fill up the batch). A step of fewer sequences than
-    `batch` is filled up with such ones, at the end.
+    `batch` is filled up with such ones, at the end. The graph must write the pool at these rows
+    only.
+
+    One thread owns it: a second concurrent call raises `SessionBusy` and changes nothing.
     """
 
     def __init__(
@@ -50,7 +55,10 @@ class PagedDecodeSession:
         self.pool = pool
         self.batch, self.max_blocks = bound["block_table"].shape
         self.seq = bound["rows"].shape[0] // self.batch
-        self._leading = {name: t.shape[0] for name, t in bound.items() if name not in PAGING}
+        self._own = {name: t for name, t in bound.items() if name not in PAGING}
+        self._running = threading.Lock()
+        # A step writes only rows that no session counts before it has ended.
+        held.plan.tears = False
 
     @classmethod
     def build(
@@ -74,21 +82,46 @@ class PagedDecodeSession:
         """Append `seq` tokens to each session and run the plan; a fresh array whose first axis
         counts the sessions given.
 
-        The pool makes room first (`OutOfBlocks`, `SessionNotResident`, `SessionBusy` change
-        nothing). If anything fails later, every session is as long as before.
+        A mapping is checked first; then the pool makes room (`OutOfBlocks`, `SessionNotResident`,
+        `SessionBusy` change nothing). If anything fails later, what a data function gives included,
+        every session is as long as before.
         """
         n = len(sessions)
         if not 0 < n <= self.batch:
             raise ShapeError(f"step: got {n} sessions, need 1..{self.batch}")
-        step = self.pool.begin_step(sessions, self.seq)
-        try:
-            mine = data(np.array(step.starts, np.int64)) if callable(data) else data
-            out = self._held.step({**self._filled(mine, n), **self._paging(step)})
-        except BaseException:
-            self.pool.cancel_step(step)
-            raise
-        self.pool.end_step(step)
+        with self._owned("step"):
+            given = data if callable(data) else self._filled(data, n)
+            self._check_room(sessions)
+            step = self.pool.begin_step(sessions, self.seq)
+            try:
+                paging = self._paging(step)
+                if callable(given):
+                    given = self._filled(given(np.array(step.starts, np.int64)), n)
+                out = self._held.step({**given, **paging})
+            except BaseException:
+                self.pool.cancel_step(step)
+                raise
+            self.pool.end_step(step)
         return out[: n * (out.shape[0] // self.batch)]
+
+    @contextmanager
+    def _owned(self, verb: str) -> Iterator[None]:
+        # Not re-entrant: a data function must not re-bind the plan that its step is about to run.
+        if not self._running.acquire(blocking=False):
+            raise SessionBusy(f"{self!r}: got a {verb} while a step runs, need it to end")
+        try:
+            yield
+        finally:
+            self._running.release()
+
+    def _check_room(self, sessions: Sequence[SessionHandle]) -> None:
+        for session in sessions:
+            tokens = self.pool.filled_tokens(session) + self.seq
+            if self.pool.geometry.blocks_for(tokens) > self.max_blocks:
+                raise RangeError(
+                    f"step: got {tokens} tokens of {session!r}, need them in {self.max_blocks} "
+                    f"blocks of {self.pool.geometry.block_size}"
+                )
 
     def _paging(self, step: PoolStep) -> dict[str, HostArray]:
         """Where the new rows go and what is live, filled up to the batch."""
@@ -109,9 +142,10 @@ class PagedDecodeSession:
         if not isinstance(data, Mapping):
             raise BindingError(f"step: got data {type(data).__name__}, need a mapping of names")
         filled: dict[str, HostArray] = {}
-        for name, leading in self._leading.items():
+        for name, t in self._own.items():
             if name not in data:
                 raise BindingError(f"bound {name!r}: got nothing, need it every step")
+            leading = t.shape[0]
             array, rows = host_array(data[name]), leading // self.batch * n
             if array.ndim == 0 or len(array) != rows:
                 raise ShapeError(
@@ -122,6 +156,7 @@ class PagedDecodeSession:
             if rows < leading:
                 filled[name] = np.zeros((leading, *array.shape[1:]), array.dtype)
                 filled[name][:rows] = array
+            check_input(name, t.spec, filled[name])
         return filled
 
     # Reuse
@@ -181,9 +216,10 @@ class PagedDecodeSession:
         """Weld the plan to another pool of the same geometry; None, or the reason why not."""
         if not isinstance(pool, DeviceKvPool):
             raise PoolError(f"rebind_kv: got {type(pool).__name__}, need a DeviceKvPool")
-        refusal = self._held.rebind_kv(pool)
-        if refusal is None:
-            self.pool = pool
+        with self._owned("rebind"):
+            refusal = self._held.rebind_kv(pool)
+            if refusal is None:
+                self.pool = pool
         return refusal
 
     def __repr__(self) -> str:
@@ -193,14 +229,19 @@ class PagedDecodeSession:
         )
 
 
-def _check_build(target: Tensor, pool: object, bound: Mapping[str, Tensor]) -> None:
+def _check_build(target: object, pool: object, bound: object) -> None:
     """The kinds and shapes of what a paged step needs."""
     who = "PagedDecodeSession.build"
     if not isinstance(pool, DeviceKvPool):
         raise PoolError(f"{who}: got {type(pool).__name__}, need a DeviceKvPool")
+    if not isinstance(bound, Mapping):
+        raise BindingError(f"{who}: got bound {type(bound).__name__}, need a mapping of names")
     missing = [name for name in PAGING if name not in bound]
     if missing:
         raise BindingError(f"{who}: got no {missing[0]!r} in bound, need {', '.join(PAGING)}")
+    for name, t in {**bound, "target": target}.items():
+        if not isinstance(t, Tensor):
+            raise GraphError(f"{who}: got {type(t).__name__} for {name!r}, need a Tensor")
     rows, count, table, lens = (bound[name] for name in PAGING)
     batch = table.shape[0] if len(table.shape) == 2 else 0
     fits = batch > 0 and len(rows.shape) == 1 and rows.shape[0] % batch == 0 and rows.shape[0] > 0

@@ -164,9 +164,11 @@ class Builder:
         dest = self.dest()
         if dest is None:
             return None
-        kind = self.below(8)
+        kind = self.below(9)
         if kind == 0:
             return dest.zero_fill()
+        if kind == 8 and dest.shape:
+            return self.write_rows(dest)
         if kind in (1, 2) and dest.shape:
             axis = self.below(len(dest.shape))
             extent = dest.shape[axis]
@@ -185,6 +187,19 @@ class Builder:
         starts = [self.start(n - w) for n, w in zip(dest.shape, widths, strict=True)]
         src = self.source(widths)
         return dest.write_slice(src, [(s, s + w) for s, w in zip(starts, widths, strict=True)])
+
+    def write_rows(self, dest: lk.Tensor) -> lk.Tensor:
+        """Some rows of `dest`, at times followed by ones that are not used and may be anything."""
+        extent = dest.shape[0]
+        used, spare = self.below(extent + 1), self.pick((0, 0, 2))
+        rows = np.r_[self.rng.permutation(extent)[:used], self.rng.integers(-9, 9, spare)]
+        src, at = self.source((used + spare, *dest.shape[1:])), self.g.const(rows)
+        if self.rng.random() < 0.5:
+            at = self.g.placeholder(rows.shape, "i64")
+            self.bindings[at] = rows
+        if not spare and self.rng.random() < 0.5:
+            return dest.write_rows(src, at)
+        return dest.write_rows(src, at, self.g.const(np.int64(used)))
 
     def read(self) -> lk.Tensor | None:
         t = self.pick(self.live)

@@ -1,0 +1,48 @@
+"""NVRTC through ctypes: compiles CUDA C for a GPU architecture on a machine without a GPU."""
+
+import ctypes
+import importlib.util
+from functools import cache
+from pathlib import Path
+
+# What CuPy adds to the options of every RawModule, so that we compile what it will run.
+CUPY_OPTIONS = ("-ftz=true", "--device-as-default-execution-space")
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The library of the wheel nvidia-cuda-nvrtc-cu12, or None where it is not installed."""
+    try:
+        spec = importlib.util.find_spec("nvidia.cuda_nvrtc")
+    except ModuleNotFoundError:
+        return None
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        for path in sorted(Path(folder, "lib").glob("libnvrtc.so.*")):
+            return ctypes.CDLL(str(path))
+    return None
+
+
+def compile_cubin(source: str, name: str, options: tuple[str, ...]) -> tuple[int, str, bytes]:
+    """The status (0 is success), the log and the machine code."""
+    nvrtc = library()
+    assert nvrtc is not None, "callers skip without the library"
+    program = ctypes.c_void_p()
+    code = nvrtc.nvrtcCreateProgram(
+        ctypes.byref(program), source.encode(), name.encode(), 0, None, None
+    )
+    assert code == 0, f"nvrtcCreateProgram: status {code}"
+    try:
+        array = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
+        status = nvrtc.nvrtcCompileProgram(program, len(options), array)
+        log = _read(nvrtc, "ProgramLog", program).rstrip(b"\0\n").decode()
+        return status, log, b"" if status else _read(nvrtc, "CUBIN", program)
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _read(nvrtc: ctypes.CDLL, what: str, program: ctypes.c_void_p) -> bytes:
+    size = ctypes.c_size_t()
+    assert getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size)) == 0
+    text = ctypes.create_string_buffer(size.value)
+    assert getattr(nvrtc, f"nvrtcGet{what}")(program, text) == 0
+    return text.raw
