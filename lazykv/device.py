@@ -14,13 +14,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from lazykv.dtypes import ALL as ALL_DTYPES
 from lazykv.dtypes import DType
-from lazykv.errors import BackendUnavailable, LazyKvError, ShapeError
+from lazykv.errors import BackendUnavailable, CaptureError, LazyKvError, ShapeError
 from lazykv.layout import Layout
 from lazykv.spec import Spec
 
@@ -97,10 +98,39 @@ class Kernel:
     scratch: Callable[[Any, tuple[Spec, ...], Spec], Sequence[Spec]] = _no_scratch
 
 
+API_VERSION = 1
+"""Of this protocol. A backend loaded by entry point states the one it was written for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend declares, and what the conformance suite therefore asks of it.
+
+    `dtypes` are the names of dtypes it stores. An asynchronous backend queues work and may return
+    before it has run; one with `capture` can record a plan's calls and replay them.
+    """
+
+    dtypes: frozenset[str] = frozenset(t.name for t in ALL_DTYPES)
+    is_async: bool = False
+    capture: bool = False
+
+
+class Capture(Protocol):
+    """Calls that a backend recorded: `replay` queues them again, on the same memory."""
+
+    def replay(self) -> None: ...
+
+
 class Backend(ABC):
-    """One kind of memory and the kernels that work on it."""
+    """One kind of memory and the kernels that work on it.
+
+    A location runs what it is given in order, perhaps later. Work of several locations is in order
+    only through `transfer`, and the host sees it only through `copy_out` and `synchronize`.
+    """
 
     name: ClassVar[str]
+    api_version: ClassVar[int]
+    capabilities: Capabilities = Capabilities()
     install_hint: ClassVar[str] = "install the package that provides it"
     survives_fork: ClassVar[bool] = False
     """Whether its memory can be used in a forked child; contexts of devices cannot."""
@@ -124,7 +154,8 @@ class Backend(ABC):
 
     @abstractmethod
     def copy_in(self, dest: Array, source: HostArray) -> None:
-        """Host to device; same shape and raw dtype."""
+        """Host to device; same shape and raw dtype. The source may change as soon as this
+        returns."""
 
     def feeder(self, dest: Array) -> Callable[[HostArray], object]:
         """``copy_in`` for one destination, resolved once: what a held plan calls per token."""
@@ -132,7 +163,23 @@ class Backend(ABC):
 
     @abstractmethod
     def copy_out(self, source: Array) -> HostArray:
-        """Device to a fresh, contiguous host array of the raw dtype."""
+        """Device to a fresh, contiguous host array of the raw dtype, once the work given before it
+        has run."""
+
+    def transfer(
+        self, dest: Array, to: DeviceLocation, source: Array, from_: DeviceLocation
+    ) -> None:
+        """Copy between two locations of this backend: after all work on the source that was given
+        before, and before all that is given later."""
+        self.copy_in(dest, self.copy_out(source))
+
+    def synchronize(self, location: DeviceLocation) -> None:  # noqa: B027 (most never wait)
+        """Wait until everything given to a location has run; raises the first failure of it."""
+
+    def capture(self, location: DeviceLocation, calls: Sequence[Step]) -> Capture:
+        """Record calls without running them. Raises `CaptureError` if one cannot be recorded, such
+        as one that allocates or that the host waits for."""
+        raise CaptureError(f"backend {self.name!r}: got a capture, need one that declares it")
 
     @abstractmethod
     def kernel(self, op: Any, ins: tuple[Spec, ...], out: Spec) -> Kernel | None:
@@ -218,9 +265,19 @@ def _load(kind: str) -> Backend:
                 f"backend {kind!r}: got {type(e).__name__}: {e} while loading {point.value}, "
                 "need a Backend class"
             ) from e
+        _check_version(kind, point.value, made)
         return made
     hint = _HINTS.get(kind, f"install a package with an entry point {kind!r} in {_ENTRY_POINTS!r}")
     raise BackendUnavailable(f"location kind {kind!r}: got no backend, need one; {hint}")
+
+
+def _check_version(kind: str, where: str, made: object) -> None:
+    version = getattr(made, "api_version", None)
+    if not isinstance(made, Backend) or version != API_VERSION:
+        got = f"api_version {version}" if isinstance(made, Backend) else type(made).__name__
+        raise BackendUnavailable(
+            f"backend {kind!r}: got {got} from {where}, need a Backend of api_version {API_VERSION}"
+        )
 
 
 def register_backend(kind: str, backend: Backend) -> None:

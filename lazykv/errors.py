@@ -66,6 +66,10 @@ class KernelError(LazyKvError, RuntimeError):
     """A kernel failed while a plan ran; names the node and its inputs."""
 
 
+class CaptureError(LazyKvError, RuntimeError):
+    """A step cannot be captured; the message says what stands in the way."""
+
+
 class SessionBusy(LazyKvError, RuntimeError):
     """A plan or session is already running in another thread."""
 

@@ -185,13 +185,16 @@ class Storage:
 
     @contextmanager
     def read(self) -> Iterator[Array]:
-        """The backend's own array (raw bits for bf16 and f8) under the shared lock."""
+        """The backend's own array (raw bits for bf16 and f8) under the shared lock, once the work
+        queued on its location has run."""
         if self.frozen:
+            self._backend.synchronize(self.location)
             yield self.array
             return
         self.lock.acquire_read()
         try:
             self.check_readable()
+            self._backend.synchronize(self.location)
             yield self.array
         finally:
             self.lock.release_read()
@@ -205,6 +208,7 @@ class Storage:
         self.check_writable()
         self.lock.acquire_write(repr(self))
         try:
+            self._backend.synchronize(self.location)
             yield self.array
         except BaseException:
             self.torn = True

@@ -23,7 +23,17 @@ from lazykv.backends.cpu_latent import LATENT_ATTENTION, runs_latent
 from lazykv.backends.cpu_paged import PAGED_ATTENTION, runs_paged
 from lazykv.backends.cpu_ring import RING_ATTENTION, runs_ring
 from lazykv.backends.cpu_write_rows import WRITE_ROWS
-from lazykv.device import CPU, Array, Backend, Call, DeviceLocation, HostArray, Kernel, Step
+from lazykv.device import (
+    API_VERSION,
+    CPU,
+    Array,
+    Backend,
+    Call,
+    DeviceLocation,
+    HostArray,
+    Kernel,
+    Step,
+)
 from lazykv.dtypes import DType, f32
 from lazykv.errors import OutOfMemory
 from lazykv.layout import Layout
@@ -52,6 +62,7 @@ class CpuBackend(Backend):
     """Serves ``cpu``."""
 
     name: ClassVar[str] = "cpu"
+    api_version: ClassVar[int] = API_VERSION
     survives_fork: ClassVar[bool] = True
     xp = np
 

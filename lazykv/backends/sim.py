@@ -1,20 +1,49 @@
-"""The simulated backend: NumPy underneath, behind handles that the host cannot look into.
+"""The simulated accelerator: NumPy underneath, behind queues and handles as a device has them.
 
-It serves ``sim:0`` and ``sim:1`` and keeps a byte limit per device, so that residency, transfers
-and running out of memory can be tested without a GPU. A host access to its memory that is not a
-copy is an error, as it would be on a device.
+It serves ``sim:0`` and ``sim:1``. Each has a stream: kernels and copies given to it are queued and
+run in order when the host waits for them (`copy_out`, `synchronize`), not before. Streams know
+nothing of each other but for the events that `transfer` puts into them. Memory cannot be looked
+into from the host, holds a pattern while fresh and again once freed, and can be bounded by
+`limit_bytes`; a scripted allocation, copy or kernel can be made to fail. So stream order,
+residency, captures and running out of memory are tested without a GPU, and a backend's author finds
+here what a real one has to do.
 """
 
+import threading
 import weakref
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NoReturn
 
+import numpy as np
+
 from lazykv.backends.cpu import CpuBackend
-from lazykv.device import Array, Backend, Call, DeviceLocation, HostArray, Kernel, Step
+from lazykv.device import (
+    API_VERSION,
+    Array,
+    Backend,
+    Call,
+    Capabilities,
+    DeviceLocation,
+    HostArray,
+    Kernel,
+    Step,
+)
 from lazykv.dtypes import DType
-from lazykv.errors import BindingError, OutOfMemory
+from lazykv.errors import (
+    BindingError,
+    CaptureError,
+    GraphError,
+    KernelError,
+    LazyKvError,
+    OutOfMemory,
+)
 from lazykv.layout import Layout
+from lazykv.poison import PATTERN
 from lazykv.spec import Spec
+from lazykv.symbols import ScalarSlot
 
 DEVICES = 2
 
@@ -22,11 +51,13 @@ DEVICES = 2
 class SimArray:
     """A handle to memory of a simulated device; only its backend can open it."""
 
-    __slots__ = ("__weakref__", "_data", "location")
+    __slots__ = ("__weakref__", "_data", "block", "location")
 
-    def __init__(self, data: HostArray, location: DeviceLocation) -> None:
+    def __init__(self, data: HostArray, location: DeviceLocation, block: "_Block") -> None:
         self._data = data
         self.location = location
+        # Views keep it alive; queued work does not, as on a device.
+        self.block = block
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -44,15 +75,119 @@ class SimArray:
         return f"SimArray({self._data.dtype}{list(self._data.shape)} on {self.location})"
 
 
+class _Block:
+    """One allocation; its bytes are free when no handle refers to it any more."""
+
+    __slots__ = ("__weakref__",)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """One queued call, and what to call it when it fails."""
+
+    label: str
+    run: Callable[..., object]
+    args: tuple[Any, ...]
+
+
+class Event:
+    """A place in a stream."""
+
+    def __init__(self, stream: "Stream") -> None:
+        self._stream = stream
+        self.reached = False
+
+    def reach(self) -> None:
+        self.reached = True
+
+    def complete(self) -> None:
+        """Run the event's stream up to it."""
+        while not self.reached:
+            self._stream.run_one()
+
+
+class Stream:
+    """Work of one device, in order. Nothing runs until somebody waits for it."""
+
+    def __init__(self, location: DeviceLocation, backend: "SimBackend") -> None:
+        self.location = location
+        self.queue: deque[_Work] = deque()
+        self.recording: list[_Work] | None = None
+        self._backend = backend
+        self._busy = False
+
+    @property
+    def idle(self) -> bool:
+        return not self.queue and not self._busy
+
+    def push(self, label: str, run: Callable[..., object], *args: Any) -> None:
+        into = self.queue if self.recording is None else self.recording
+        into.append(_Work(label, run, args))
+
+    def record(self) -> Event:
+        event = Event(self)
+        self.push("event", event.reach)
+        return event
+
+    def wait(self, event: Event) -> None:
+        """What is pushed from now on runs after the event."""
+        self.push("wait", event.complete)
+
+    def run_one(self) -> None:
+        work = self.queue.popleft()
+        self._busy = True
+        try:
+            with np.errstate(all="ignore"):
+                work.run(*work.args)
+        except LazyKvError as e:
+            self.queue.clear()  # what depends on the failed work must not run
+            e.add_note(f"in {work.label}, queued on {self.location}")
+            raise
+        except Exception as e:
+            self.queue.clear()
+            raise KernelError(
+                f"{work.label} on {self.location}: got {type(e).__name__}: {e}, need it to run"
+            ) from e
+        finally:
+            self._busy = False
+
+    def drain(self) -> None:
+        with self._backend.running:
+            while self.queue:
+                self.run_one()
+
+    def refuse_in_capture(self, what: str) -> None:
+        if self.recording is not None:
+            raise CaptureError(f"capture on {self.location}: got {what}, need queued work only")
+
+
+class SimCapture:
+    """Recorded work of one stream. It refers to memory by address: keep what it uses alive."""
+
+    def __init__(self, stream: Stream, work: Sequence[_Work]) -> None:
+        self._stream = stream
+        self.work = tuple(work)
+
+    def replay(self) -> None:
+        self._stream.refuse_in_capture("a replay")
+        self._stream.queue.extend(self.work)
+
+
 class SimBackend(Backend):
     """Serves ``sim:0`` and ``sim:1``. `limit_bytes` bounds each device's live allocations."""
 
     name: ClassVar[str] = "sim"
+    api_version: ClassVar[int] = API_VERSION
+    capabilities = Capabilities(is_async=True, capture=True)
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         self.limit_bytes = limit_bytes
+        self.running = threading.RLock()
+        self.counts = dict.fromkeys(("allocation", "copy", "kernel"), 0)
+        self._failing: dict[str, int] = {}
         self._cpu = CpuBackend()
         self._used = dict.fromkeys(self.locations(), 0)
+        self._streams = {place: Stream(place, self) for place in self.locations()}
 
     def locations(self) -> tuple[DeviceLocation, ...]:
         return tuple(DeviceLocation(f"sim:{n}") for n in range(DEVICES))
@@ -61,46 +196,136 @@ class SimBackend(Backend):
         """Bytes allocated on a device and not yet freed."""
         return self._used[location]
 
+    def stream(self, location: DeviceLocation) -> Stream:
+        return self._streams[location]
+
+    def fail(self, what: str, at: int) -> None:
+        """Let the `at`-th ``"allocation"``, ``"copy"`` or ``"kernel"`` from now fail, once."""
+        if what not in self.counts or at < 1:
+            raise GraphError(f"fail: got {what!r} at {at}, need one of {sorted(self.counts)} and 1")
+        self._failing[what] = self.counts[what] + at
+
+    def _count(self, what: str) -> bool:
+        """Count one, and whether it is to fail."""
+        self.counts[what] += 1
+        if self._failing.get(what) != self.counts[what]:
+            return False
+        del self._failing[what]
+        return True
+
+    # Memory
+
     def allocate(self, nbytes: int, location: DeviceLocation) -> Array:
+        self._streams[location].refuse_in_capture(f"an allocation of {nbytes} bytes")
         free = None if self.limit_bytes is None else self.limit_bytes - self._used[location]
-        if free is not None and nbytes > free:
+        if self._count("allocation") or (free is not None and nbytes > free):
+            have = "none" if free is None else f"at most {free}"
             raise OutOfMemory(
-                f"allocate on {location}: got no memory for {nbytes} bytes, need at most {free}"
+                f"allocate on {location}: got no memory for {nbytes} bytes, need {have}"
             )
         data = self._cpu.allocate(nbytes, location)
+        data.fill(PATTERN)
         self._used[location] += nbytes
-        # Views keep the memory itself alive, so the bytes are free when that goes.
-        weakref.finalize(_owner(data), self._free, nbytes, location)
-        return SimArray(data, location)
+        block = _Block()
+        weakref.finalize(block, self._free, data, location)
+        return SimArray(data, location, block)
 
-    def _free(self, nbytes: int, location: DeviceLocation) -> None:
-        self._used[location] -= nbytes
+    def _free(self, data: HostArray, location: DeviceLocation) -> None:
+        """In stream order: work that was queued before still finds its bytes, later work does not.
+
+        A capture is no such work. It has to keep what it uses.
+        """
+        self._used[location] -= data.nbytes
+        stream = self._streams[location]
+        if stream.idle:
+            data.fill(PATTERN)
+        else:
+            stream.queue.append(_Work("free", data.fill, (PATTERN,)))
 
     def view(self, buffer: Array, dtype: DType, layout: Layout) -> Array:
-        return SimArray(self._cpu.view(buffer._data, dtype, layout), buffer.location)
+        data = self._cpu.view(buffer._data, dtype, layout)
+        return SimArray(data, buffer.location, buffer.block)
+
+    # Copies
 
     def copy_in(self, dest: Array, source: HostArray) -> None:
-        dest._data[...] = source
+        stream = self._streams[dest.location]
+        stream.refuse_in_capture("a copy from the host")
+        # The caller may change its array before the copy runs.
+        stream.push("copy from the host", self._copy, dest._data, np.array(source))
 
     def copy_out(self, source: Array) -> HostArray:
+        self.synchronize(source.location)
         return self._cpu.copy_out(source._data)
+
+    def transfer(
+        self, dest: Array, to: DeviceLocation, source: Array, from_: DeviceLocation
+    ) -> None:
+        giver, taker = self._streams[from_], self._streams[to]
+        if giver is not taker:
+            giver.refuse_in_capture("a copy between devices")
+            taker.refuse_in_capture("a copy between devices")
+            taker.wait(giver.record())
+        taker.push(f"copy from {from_}", self._copy, dest._data, source._data)
+        if giver is not taker:
+            giver.wait(taker.record())
+
+    def _copy(self, dest: HostArray, source: HostArray) -> None:
+        if self._count("copy"):
+            raise RuntimeError("a scripted failure")
+        dest[...] = source
+
+    # Work
+
+    def synchronize(self, location: DeviceLocation) -> None:
+        stream = self._streams[location]
+        stream.refuse_in_capture("a wait")
+        stream.drain()
+
+    def capture(self, location: DeviceLocation, calls: Sequence[Step]) -> SimCapture:
+        stream = self._streams[location]
+        stream.refuse_in_capture("another capture")
+        stream.recording = []
+        try:
+            for f, args in calls:
+                f(*args)
+            return SimCapture(stream, stream.recording)
+        finally:
+            stream.recording = None
 
     def kernel(self, op: Any, ins: tuple[Spec, ...], out: Spec) -> Kernel | None:
         inner = self._cpu.kernel(op, ins, out)
         if inner is None:
             return None
+        return Kernel(partial(self._emit, inner), inner.scratch)
 
-        def emit(call: Call) -> Iterable[Step]:
-            return inner.emit(_opened(call))
+    def _emit(self, inner: Kernel, call: Call) -> Iterable[Step]:
+        stream, opened = self._streams[call.out.location], _opened(call)
+        ins = ", ".join(map(str, call.in_specs))
+        label = f"{call.op.name} of ({ins})"
+        if any(_has_slot(getattr(call.op, name)) for name in call.op.dims):
+            # A launch takes the values of symbols along; the queue runs after they have changed.
+            return [(self._launch, (stream, label, inner, opened))]
+        return [(stream.push, (label, self._run, f, args)) for f, args in inner.emit(opened)]
 
-        return Kernel(emit, inner.scratch)
+    def _launch(self, stream: Stream, label: str, inner: Kernel, call: Call) -> None:
+        now = Call(
+            call.op, call.ins, call.out, call.in_specs, call.out_spec, call.scratch,
+            list(call.scalars),
+        )  # fmt: skip
+        for f, args in inner.emit(now):
+            stream.push(label, self._run, f, args)
+
+    def _run(self, f: Callable[..., object], args: tuple[Any, ...]) -> None:
+        if self._count("kernel"):
+            raise RuntimeError("a scripted failure")
+        f(*args)
 
 
-def _owner(data: HostArray) -> Any:
-    """The object that holds an array's memory."""
-    while isinstance(data.base, type(data)):
-        data = data.base
-    return data
+def _has_slot(value: object) -> bool:
+    if isinstance(value, tuple):
+        return any(map(_has_slot, value))
+    return isinstance(value, ScalarSlot)
 
 
 def _opened(call: Call) -> Call:

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from lazykv import config, counters
+from lazykv.compiler.captured import CapturedCalls
 from lazykv.compiler.manifest import Manifest
 from lazykv.compiler.program import Home, Program, ProgramStep
 from lazykv.compiler.registers import Registers, Staged
@@ -23,6 +24,7 @@ from lazykv.device import (
 from lazykv.dtypes import dtype, to_logical, to_raw
 from lazykv.errors import (
     BindingError,
+    GraphError,
     KernelError,
     LazyKvError,
     OutOfMemory,
@@ -52,6 +54,7 @@ class Plan:
     def __init__(
         self, program: Program, leaves: Sequence[Tensor], symbols: Sequence[Sym], *,
         single: bool = False, kept: Mapping[Tensor, Storage] | None = None,
+        traced: Sequence[Tensor] = (),
     ) -> None:  # fmt: skip
         self.id: PlanId = next_plan_id()
         self.program = program
@@ -60,6 +63,8 @@ class Plan:
         self.single = single
         self.runs = 0
         self._position = {t: n for n, t in enumerate(self.leaves)}
+        # By id: a plan does not keep the nodes of its graph.
+        self._traced = tuple(t.node_id for t in traced)
         self._storages: list[Storage | None] = [None] * len(self.leaves)
         self._inputs: dict[int, Storage] = {}
         self._refills: dict[int, HostArray] = {}
@@ -69,6 +74,7 @@ class Plan:
         self.tears = True
         self._registers = Registers(program)
         self._calls: list[Step] = []
+        self._captured: CapturedCalls | None = None
         self._claims: tuple[Claim, ...] = ()
         self._watch: RowWatch | None = None
         self._stale = set(range(len(self.leaves)))
@@ -243,6 +249,7 @@ class Plan:
         self._commit(staged)
 
     def _commit(self, staged: Staged) -> None:
+        self._captured = None  # it refers to the old memory
         self._calls = self._registers.commit(staged)
         self._claims = self._make_claims()
         if config.POISON:
@@ -284,6 +291,41 @@ class Plan:
 
     def _is_private(self, store: Storage) -> bool:
         return any(store is s for s in self._inputs.values())
+
+    # Capture
+
+    @property
+    def captured(self) -> bool:
+        """Whether passes replay a recording."""
+        return self._captured is not None
+
+    def capture(self) -> None:
+        """Record the calls, so that every later pass replays them at once.
+
+        Nothing runs. Raises `CaptureError` if this plan or its backend cannot be captured. Binding
+        another storage drops the recording, and so does `drop_capture`.
+        """
+        self.check_topology()
+        self.resolve()
+        self._captured = CapturedCalls(self.program, self._registers, self.symbols, self._storages)
+
+    def drop_capture(self) -> None:
+        """Walk the calls again from the next pass on."""
+        self._captured = None
+
+    def read(self, tensor: Tensor) -> HostArray:
+        """What a node held in the last pass, a fresh copy; GraphError if nothing computes it or if
+        its memory has been used again since."""
+        if tensor.node_id not in self._traced:
+            raise GraphError(f"plan {self.id}: got {tensor!r}, need a node that it was made from")
+        node = self.program.node_of[self._traced.index(tensor.node_id)]
+        register = None if node is None else self.program.register_left(node)
+        if register is None:
+            raise GraphError(
+                f"plan {self.id}: got {tensor!r}, whose memory was used again or which became part "
+                "of another node, need one that is left; make it a target"
+            )
+        return self._registers.copy_out(register)
 
     # Running
 
@@ -355,7 +397,7 @@ class Plan:
         try:
             if self._watch is not None:
                 self._watch.begin()
-            calls = iter(self._calls)
+            calls = iter(self._calls if self._captured is None else [(self._captured.replay, ())])
             try:
                 with np.errstate(all="ignore"):  # inf and NaN are results, not news
                     for f, args in calls:
@@ -380,6 +422,14 @@ class Plan:
             for array, spec in zip(results, self.program.results, strict=True)
         ]
 
+    def synchronize(self) -> None:
+        """Wait for the passes so far; raises the first failure of work that was still queued.
+
+        Results wait by themselves. This is for passes that are run for what they write.
+        """
+        for place in self.program.locations:
+            device(place).backend.synchronize(place)
+
     def check_topology(self) -> None:
         """Refuse to run against another backend than the one planned for."""
         for place, planned in self._generations.items():
@@ -397,15 +447,17 @@ class Plan:
         step_at = self._registers.step_of_call(index)
         step = self.program.steps[step_at]
         refused = isinstance(e, LazyKvError)
+        # The host has waited for queued work; which step of it failed is in its message.
+        queued = isinstance(e, KernelError)
         for n, done in enumerate(self.program.steps[: step_at + 1]):
             register = self.program.registers[done.output]
             if done.op.destroys is None or register.home is not Home.LEAF:
                 continue
             store = self._storages[register.index]
             assert store is not None, "a running plan is bound"
-            if n < step_at:
+            if n < step_at and not queued:
                 store.version += 1
-            elif self.tears and not refused:
+            elif self.tears and (queued or not refused):
                 store.torn = True
         specs = ", ".join(str(self.program.registers[i].spec) for i in step.inputs)
         label = f"{step.op.name}[{step.node}] of ({specs})"

@@ -129,6 +129,34 @@ class Program:
         """Every location the program touches, by name."""
         return tuple(sorted({r.location for r in self.registers}, key=str))
 
+    def register_left(self, node: int) -> int | None:
+        """The register that still holds a node's value after a pass, or None if its bytes were used
+        again (or if none ever held it)."""
+        base = self.places[node].base
+        scratch = {r for step in self.steps for r in step.scratch}
+        mine = [n for n, r in enumerate(self.registers) if r.node == node and n not in scratch]
+        made = [n for n, step in enumerate(self.steps) if step.node == node]
+        since = made[0] if made else -1
+        written_since = any(
+            step.op.destroys is not None and self.places[step.node].base == base
+            for step in self.steps[since + 1 :]
+        )
+        if not mine or written_since or self._overlaid(base):
+            return None
+        return mine[0]
+
+    def _overlaid(self, base: int) -> bool:
+        """Whether a later intermediate got bytes of a node's own buffer."""
+        own = next((b for b in self.buffers if b.node == base and not b.scratch), None)
+        return own is not None and any(
+            b is not own
+            and b.location == own.location
+            and b.first > own.first
+            and b.offset < own.offset + own.nbytes
+            and own.offset < b.offset + b.nbytes
+            for b in self.buffers
+        )
+
     @property
     def arena_bytes(self) -> int:
         return sum(self.arenas.values())

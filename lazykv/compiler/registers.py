@@ -10,7 +10,17 @@ from typing import Any
 
 from lazykv.compiler.ir import Output
 from lazykv.compiler.program import Home, Program, ProgramStep, Register
-from lazykv.device import Array, Backend, Call, HostArray, Kernel, Step, device
+from lazykv.device import (
+    Array,
+    Backend,
+    Call,
+    DeviceLocation,
+    HostArray,
+    Kernel,
+    Step,
+    device,
+)
+from lazykv.dtypes import to_logical
 from lazykv.layout import Layout
 from lazykv.ops.move import Copy
 from lazykv.storage import Storage
@@ -84,6 +94,20 @@ class Registers:
         self._calls.update(staged.calls)
         return [call for n in range(len(self.program.steps)) for call in self._calls[n]]
 
+    def calls_of(self, step: int) -> tuple[Step, ...]:
+        """The calls of one step."""
+        return self._calls[step]
+
+    def array_of(self, register: int) -> Any:
+        """The array of a register, or how to make it if it moves with a symbol."""
+        return self._arrays[register]
+
+    def copy_out(self, register: int) -> HostArray:
+        """A host copy of what a register holds now, in its logical dtype."""
+        r = self.program.registers[register]
+        array = device(r.location).backend.copy_out(_now(self._arrays[register], self.scalars))
+        return to_logical(array, r.spec.dtype)
+
     def step_of_call(self, index: int) -> int:
         """Which step the call at this place in the flat list belongs to."""
         steps = range(len(self.program.steps))
@@ -110,7 +134,7 @@ class Registers:
             registers[step.inputs[0]].location if step.inputs else registers[step.output].location
         )
         if isinstance(step.op, Copy) and source != registers[step.output].location:
-            ends = (device(source).backend, device(registers[step.output].location).backend)
+            ends = (source, registers[step.output].location)
             return [(_transfer, (*ends, operands[0], out, self.scalars))]
         assert step.kernel is not None, "only results have no kernel"
         specs = tuple(registers[i].spec for i in step.inputs)
@@ -152,9 +176,15 @@ def _hand_over(
     results[position] = backend.copy_out(_now(operand, scalars))
 
 
-def _transfer(source: Backend, dest: Backend, operand: Any, out: Array, scalars: list[int]) -> None:
-    """Between two locations by way of the host."""
-    dest.copy_in(out, source.copy_out(_now(operand, scalars)))
+def _transfer(
+    from_: DeviceLocation, to: DeviceLocation, operand: Any, out: Array, scalars: list[int]
+) -> None:
+    """Between two locations: by their backend if it serves both, else by way of the host."""
+    source, dest = device(from_).backend, device(to).backend
+    if source is dest:
+        source.transfer(out, to, _now(operand, scalars), from_)
+    else:
+        dest.copy_in(out, source.copy_out(_now(operand, scalars)))
 
 
 def _run_moving(kernel: Kernel, call: Call) -> None:

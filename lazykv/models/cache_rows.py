@@ -5,7 +5,7 @@ A kind says what the step binds, what one layer's caches look like, and how atte
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 from lazykv.dtypes import f32, i64, u32
 from lazykv.errors import GraphError
@@ -23,7 +23,7 @@ Caches: TypeAlias = tuple[Tensor, Tensor]
 class StepInputs:
     """A step of `seq` tokens of `batch` sequences, and what changes from one to the next: bound
     placeholders by name, ``cos`` and ``sin`` among them, and the symbol of the live length before
-    the step, None where every sequence has its own."""
+    the step, None where that is bound too."""
 
     batch: int
     seq: int
@@ -33,6 +33,9 @@ class StepInputs:
 
 class CacheRows(ABC):
     """How rows are kept. Instances hold sizes only and may be shared by graphs."""
+
+    ragged: ClassVar[bool] = False
+    """Whether the sequences of a batch have lengths of their own."""
 
     @abstractmethod
     def inputs(self, g: Graph, batch: int, seq: int, half: int) -> StepInputs:
@@ -55,11 +58,21 @@ class CacheRows(ABC):
 
 @dataclass(frozen=True)
 class LinearRows(CacheRows):
-    """Position p of each sequence is row p of its own region: a `KvCache` of `capacity` rows."""
+    """Position p of each sequence is row p of its own region: a `KvCache` of `capacity` rows.
+
+    The position is a symbol, or, `in_memory`, bound as ``position`` and ``length`` i64 ``[]`` that
+    kernels read when they run: what a capture needs. Who binds them keeps ``position + seq ==
+    length <= capacity``.
+    """
 
     capacity: int
+    in_memory: bool = False
 
     def inputs(self, g: Graph, batch: int, seq: int, half: int) -> StepInputs:
+        if self.in_memory:
+            bound = _tables(g, (seq, half))
+            bound |= {name: g.placeholder((), i64, name) for name in ("position", "length")}
+            return StepInputs(batch, seq, bound)
         position = Sym("cached_len", 0, self.capacity - seq)
         return StepInputs(batch, seq, _tables(g, (seq, half)), position)
 
@@ -69,6 +82,11 @@ class LinearRows(CacheRows):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, caches: Caches, step: StepInputs, window: int | None
     ) -> Tensor:
+        if self.in_memory:
+            at, length = step.bound["position"], step.bound["length"]
+            k_all, v_all = (c.write_slice_at(new, 2, at)
+                            for c, new in zip(caches, (k, v), strict=True))  # fmt: skip
+            return attention(q, k_all, v_all, length=length, window=window)
         position, seq = _position(step), q.shape[2]
         k_all, v_all = (c.at[:, :, position : position + seq].set(new)
                         for c, new in zip(caches, (k, v), strict=True))  # fmt: skip
@@ -120,6 +138,7 @@ class PagedRows(CacheRows):
     ``count``; their ids must be tokens, and their logits mean nothing.
     """
 
+    ragged: ClassVar[bool] = True
     num_blocks: int
     block_size: int
     max_blocks: int

@@ -19,10 +19,10 @@ from lazykv.symbols import Sym
 class StepGraph:
     """The graph of `seq` tokens of `batch` sequences: logits, the cache placeholders per layer, the
     inputs bound per step (``ids`` i64 ``[batch * seq]`` and those of the `CacheRows`), and the
-    symbol of the live length before the step, None where every sequence has its own.
+    symbol of the live length before the step, None where that is bound.
 
     Logits are ``[vocab]`` of the last token, ``[seq, vocab]`` if all are asked for, each with a
-    leading ``batch`` if that is not 1 or there is no such symbol."""
+    leading ``batch`` if that is not 1 or sequences have lengths of their own."""
 
     graph: Graph
     logits: Tensor
@@ -61,7 +61,7 @@ def build_step(
         x = _feed_forward_block(config, layer, i, x)
     x, _ = _moved(x, place, weights.norm.location)
     x = x.reshape(batch, seq, config.hidden_size)
-    logits = _logits(config, x, g.const(weights.norm, name="norm"), head, step, every_logit)
+    logits = _logits(config, x, g.const(weights.norm, name="norm"), head, rows, every_logit)
     return StepGraph(g, logits, tuple(kv_nodes), {"ids": ids, **step.bound}, step.position)
 
 
@@ -71,14 +71,14 @@ def _moved(x: Tensor, here: DeviceLocation, there: DeviceLocation) -> tuple[Tens
 
 
 def _logits(
-    config: LlamaConfig, x: Tensor, norm: Tensor, head: Tensor, step: StepInputs, every: bool
+    config: LlamaConfig, x: Tensor, norm: Tensor, head: Tensor, rows: CacheRows, every: bool
 ) -> Tensor:
     """Logits of ``[batch, seq, hidden]``: of the last position, or of all."""
     batch, seq, hidden = x.shape
     n = seq if every else 1
     last = x.slice(1, seq - n, n).reshape(batch * n, hidden)
     logits = last.rms_norm(norm, config.rms_eps) @ head
-    lead = ([batch] if batch > 1 or step.position is None else []) + ([seq] if every else [])
+    lead = ([batch] if batch > 1 or rows.ragged else []) + ([seq] if every else [])
     return logits.reshape(*lead, config.vocab_size)
 
 

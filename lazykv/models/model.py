@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lazykv.device import DeviceLike, DeviceLocation
+from lazykv.device import device as find_device
 from lazykv.dtypes import DTypeLike, f32
 from lazykv.dtypes import dtype as find_dtype
 from lazykv.errors import DTypeError, GraphError, ModelFormatError, RangeError, ShapeError
@@ -24,6 +25,7 @@ from lazykv.models.config import LlamaConfig
 from lazykv.models.llama import RopeTable, StepGraph, build_step
 from lazykv.models.weights import LlamaWeights, place_weights
 from lazykv.pages.geometry import KvGeometry
+from lazykv.sessions.captured import CapturedDecodeSession
 from lazykv.sessions.context import InferenceContext
 from lazykv.sessions.decode import DecodeSession
 from lazykv.spec import whole
@@ -225,7 +227,7 @@ class LlamaModel:
         if isinstance(cache, SlidingKvCache):
             rows = RingRows(cache.ring_rows, cache.sink_tokens)
         elif cache.max_seq_len is not None:
-            rows = LinearRows(cache.max_seq_len)
+            rows = LinearRows(cache.max_seq_len, in_memory=captures(cache, seq))
         if rows is None or cache.dtype is None:
             raise GraphError("decode: got a cache without capacity, need one made by new_cache")
         return build_step(
@@ -248,7 +250,8 @@ class LlamaModel:
         self, cache: KvPairCache, seq: int, ctx: InferenceContext | None, every: bool
     ) -> DecodeSession:
         step = self.step_graph(cache, seq, every=every)
-        return DecodeSession.build(
+        kind = CapturedDecodeSession if captures(cache, seq) else DecodeSession
+        return kind.build(
             ctx or self._ctx, step.logits, kv=cache, kv_nodes=step.kv_nodes, bound=step.bound,
             seq=seq, model_key=self.model_key,
         )  # fmt: skip
@@ -259,13 +262,15 @@ class LlamaModel:
     ) -> NDArray[np.float32]:  # fmt: skip
         seq, start = len(tokens) // cache.batch, cache.cached_len
         cos, sin = self.rope.rows(start, seq)
-        data = {"ids": tokens, "cos": cos, "sin": sin}
+        data = {
+            "ids": tokens, "cos": cos, "sin": sin,
+            "position": np.array(start), "length": np.array(start + seq),
+        }  # fmt: skip
         # A context's session must not be re-bound to another cache between this and the step.
         with nullcontext() if ctx is None else ctx.owned("decode"):
             session = self.session_for(cache, seq, ctx, every=every)
-            (position,) = session.plan.symbols
             try:
-                logits = session.step(data, {position: start})
+                logits = session.step(data, dict.fromkeys(session.plan.symbols, start))
             except BaseException:
                 cache.note_written(start + seq)  # some layers may be
                 raise
@@ -332,3 +337,12 @@ class LlamaModel:
 
     def __repr__(self) -> str:
         return f"LlamaModel({self.name!r}, {self.config.n_layers} layers, {self.instance_id})"
+
+
+def captures(cache: KvPairCache, seq: int) -> bool:
+    """Whether single-token steps over a cache are captured: its rows are in one place, whose
+    backend can."""
+    where = cache.device_location()
+    if seq != 1 or where is None or isinstance(cache, SlidingKvCache):
+        return False
+    return find_device(where).backend.capabilities.capture

@@ -39,7 +39,7 @@ def plan(
     traced = trace(outputs, effects, places, _device(device).location)
     program = plan_cache.program(traced)
     leaves = [traced.origins[leaf.position] for leaf in program.leaves]
-    made = Plan(program, leaves, traced.symbols, single=single, kept=kept)
+    made = Plan(program, leaves, traced.symbols, single=single, kept=kept, traced=traced.origins)
     for t, value in given.items():
         made.bind(t, value)
     return made
@@ -75,7 +75,9 @@ def run_effects(
 ) -> None:
     """Run writes of a throwaway graph for what they do to storages; the graph is used up."""
     try:
-        plan([], bindings, effects=effects).run(env=env)
+        made = plan([], bindings, effects=effects)
+        made.run(env=env)
+        made.synchronize()
     finally:
         effects[0].graph.drop_nodes()
 
@@ -103,5 +105,7 @@ def _allocate(tensors: Sequence[Tensor]) -> list[Storage]:
                 raise GraphError(f"allocate: got {source!r}, need a chain of writes on an Alloc")
             source = source.inputs[source.op.destroys]
         kept[source] = Storage.allocate(source.shape, source.dtype, source.op.location)
-    plan([], effects=list(tensors), kept=kept).run()
+    made = plan([], effects=list(tensors), kept=kept)
+    made.run()
+    made.synchronize()
     return list(kept.values())

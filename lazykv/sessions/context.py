@@ -70,6 +70,8 @@ class InferenceContext:
     def clear_persistent(self) -> None:
         """Forget every storage and the held session."""
         self._storages.clear()
+        if self._session is not None:
+            self._session.retire()
         self._session = None
 
     def bindings_for(self, targets: Sequence[Tensor]) -> dict[Tensor, Storage]:
@@ -118,6 +120,7 @@ class InferenceContext:
             refusal = session.rebind_kv(kv)
             if refusal is None:
                 return Rebound()
+        session.retire()
         self._session = None
         return Dropped(refusal, different)
 

@@ -185,6 +185,10 @@ class DecodeSession:
             plan.running.release()
         return None
 
+    def retire(self) -> None:
+        """Drop what was captured of this session: it is about to be let go."""
+        self.plan.drop_capture()
+
     def _baked(self) -> Baked:
         at = self.plan.storage_of
         return tuple(

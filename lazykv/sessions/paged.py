@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 
 from lazykv.compiler.manifest import Manifest
 from lazykv.compiler.plan import Plan, check_input
-from lazykv.device import HostArray, host_array
+from lazykv.device import HostArray, device, host_array
 from lazykv.dtypes import i64, u32
 from lazykv.errors import BindingError, GraphError, PoolError, RangeError, SessionBusy, ShapeError
 from lazykv.graph import Tensor
 from lazykv.ids import KvAllocId, SessionHandle
 from lazykv.kv.pool import NO_BLOCK, DeviceKvPool
 from lazykv.pages.steps import PoolStep
+from lazykv.sessions.captured import CapturedDecodeSession
 from lazykv.sessions.context import InferenceContext
 from lazykv.sessions.decode import DecodeSession, KvNodes
 from lazykv.sessions.rebind import RebindRefusal
@@ -73,7 +74,9 @@ class PagedDecodeSession:
         """
         _check_build(target, pool, bound)
         seq = bound["rows"].shape[0] // bound["block_table"].shape[0]
-        held = DecodeSession.build(
+        backend = device(pool.device_location()).backend
+        kind = CapturedDecodeSession if backend.capabilities.capture else DecodeSession
+        held = kind.build(
             ctx, target, kv=pool, kv_nodes=kv_nodes, bound=bound, seq=seq, model_key=model_key
         )
         return cls(held, pool, bound)

@@ -7,7 +7,7 @@ from toy_backends import Toy, registered
 
 import lazykv as lk
 from lazykv.backends.sim import SimBackend
-from lazykv.device import Kernel, register_backend, unregister_backend
+from lazykv.device import Kernel, register_backend, registry
 from lazykv.ops.move import Take
 from lazykv.ops.paged_attention import PagedAttention
 from lazykv.serving import Engine, RequestState
@@ -165,15 +165,31 @@ def test_logits_that_no_token_can_be_chosen_from(model, monkeypatch):
         asks[n].check(requests[n])
 
 
-def test_out_of_memory_while_planning(model):
+@pytest.fixture
+def sim():
+    """A simulated device whose limit the test may move."""
+    before, generations = lk.device("sim:0").backend, dict(registry.generations)
+    backend = SimBackend()
+    register_backend("sim", backend)
+    yield backend
+    register_backend("sim", before)
+    registry.generations = generations
+
+
+def test_out_of_memory_while_planning(model, sim):
     """The first steps make plans; a device that is full for two rounds only delays them."""
     a = ask(model, tokens(9, 1), max_new_tokens=5)
-    backend = SimBackend()
-    register_backend("full", backend)
-    try:
-        engine = Engine(model, model.new_pool(20, 4, device="full:0"))
-    finally:
-        unregister_backend("full")
+    pool = model.new_pool(20, 4, device="sim:0")
+    engine = Engine(model, pool)
+    request = a.submit(engine)
+    model.weights_for(pool)
+    sim.limit_bytes = sim.used_bytes(pool.device_location()) + 100
+    for _ in range(2):
+        (error,) = engine.step().errors
+        assert isinstance(error, lk.OutOfMemory)
+    sim.limit_bytes = None
+    finish(engine)
+    a.check(request)
 
 
 def test_a_pool_that_cannot_take_blocks(model, monkeypatch):

@@ -1,0 +1,70 @@
+"""CapturedDecodeSession: a held session whose plan the device replays as one recording.
+
+Positions and lengths must be read from memory by the kernels (`write_slice_at`, attention with a
+length in a tensor, pages): what only the host knows would be frozen into the recording.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from lazykv.device import HostArray
+from lazykv.errors import CaptureError
+from lazykv.sessions.decode import DecodeSession
+from lazykv.sessions.rebind import KvRebindSource, RebindRefusal
+from lazykv.symbols import EnvLike
+
+
+class CapturedDecodeSession(DecodeSession):
+    """A `DecodeSession` that runs `warmup` steps plainly, captures its plan, and then replays.
+
+    Results are bit for bit those of plain steps. Inputs are copied to their fixed places before
+    each replay. The recording ends when the session is re-bound, retired, or its plan binds other
+    memory; after a re-bind it warms up and captures again. Where the plan or its backend cannot be
+    captured, `reason` says why and steps run plainly.
+    """
+
+    warmup: ClassVar[int] = 1
+    """Plain steps before a capture: kernels are compiled and memory is taken in them."""
+
+    reason: str | None = None
+    captures: int = 0
+    replays: int = 0
+    _plain: int = 0
+    _retired: bool = False
+
+    @property
+    def captured(self) -> bool:
+        """Whether the next step is a replay."""
+        return self.plan.captured
+
+    def step(self, data: Mapping[str, Any], env: EnvLike = None) -> HostArray:
+        if not self.captured and self._plain >= self.warmup:
+            self._capture()
+        out = super().step(data, env)
+        if self.captured:
+            self.replays += 1
+        else:
+            self._plain += 1
+        return out
+
+    def _capture(self) -> None:
+        if self._retired or self.reason is not None:
+            return
+        try:
+            self.plan.capture()
+        except CaptureError as e:
+            self.reason = str(e)
+            self.history.append(("not captured", self.reason))
+        else:
+            self.captures += 1
+            self.history.append(("captured", self.alloc_id))
+
+    def rebind_kv(self, source: KvRebindSource) -> RebindRefusal | None:
+        """Like `DecodeSession.rebind_kv`. The recording is retired first, also if this refuses."""
+        self.plan.drop_capture()
+        self._plain = 0
+        return super().rebind_kv(source)
+
+    def retire(self) -> None:
+        self._retired = True
+        super().retire()
