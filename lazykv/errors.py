@@ -9,6 +9,9 @@ would catch for that kind of fault. Messages read
 class LazyKvError(Exception):
     """The root of all errors raised on purpose by lazykv."""
 
+    op: object = None
+    """The op whose queued work failed, where an asynchronous backend knows it."""
+
 
 class ShapeError(LazyKvError, ValueError):
     """A rank, an extent or a byte length is not what the rule needs."""

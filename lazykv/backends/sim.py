@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, NoReturn
 
@@ -83,9 +83,10 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """One queued call, and what to call it when it fails."""
+    """One queued call, what to call it when it fails, and the op it is part of."""
 
     label: str
+    op: object
     run: Callable[..., object]
     args: tuple[Any, ...]
 
@@ -120,9 +121,9 @@ class Stream:
     def idle(self) -> bool:
         return not self.queue and not self._busy
 
-    def push(self, label: str, run: Callable[..., object], *args: Any) -> None:
+    def push(self, label: str, run: Callable[..., object], *args: Any, op: object = None) -> None:
         into = self.queue if self.recording is None else self.recording
-        into.append(_Work(label, run, args))
+        into.append(_Work(label, op, run, args))
 
     def record(self) -> Event:
         event = Event(self)
@@ -141,13 +142,14 @@ class Stream:
                 work.run(*work.args)
         except LazyKvError as e:
             self.queue.clear()  # what depends on the failed work must not run
-            e.add_note(f"in {work.label}, queued on {self.location}")
+            e.op = e.op or work.op
             raise
         except Exception as e:
             self.queue.clear()
-            raise KernelError(
-                f"{work.label} on {self.location}: got {type(e).__name__}: {e}, need it to run"
-            ) from e
+            kind = OutOfMemory if isinstance(e, MemoryError) else KernelError
+            failure = kind(f"{work.label}: got {type(e).__name__}: {e}, need it to run")
+            failure.op = work.op
+            raise failure from e
         finally:
             self._busy = False
 
@@ -240,7 +242,7 @@ class SimBackend(Backend):
         if stream.idle:
             data.fill(PATTERN)
         else:
-            stream.queue.append(_Work("free", data.fill, (PATTERN,)))
+            stream.queue.append(_Work("free", None, data.fill, (PATTERN,)))
 
     def view(self, buffer: Array, dtype: DType, layout: Layout) -> Array:
         data = self._cpu.view(buffer._data, dtype, layout)
@@ -301,20 +303,20 @@ class SimBackend(Backend):
 
     def _emit(self, inner: Kernel, call: Call) -> Iterable[Step]:
         stream, opened = self._streams[call.out.location], _opened(call)
-        ins = ", ".join(map(str, call.in_specs))
-        label = f"{call.op.name} of ({ins})"
         if any(_has_slot(getattr(call.op, name)) for name in call.op.dims):
             # A launch takes the values of symbols along; the queue runs after they have changed.
-            return [(self._launch, (stream, label, inner, opened))]
-        return [(stream.push, (label, self._run, f, args)) for f, args in inner.emit(opened)]
+            return [(self._launch, (stream, inner, opened))]
+        return [(self._push, (stream, opened, f, args)) for f, args in inner.emit(opened)]
 
-    def _launch(self, stream: Stream, label: str, inner: Kernel, call: Call) -> None:
-        now = Call(
-            call.op, call.ins, call.out, call.in_specs, call.out_spec, call.scratch,
-            list(call.scalars),
-        )  # fmt: skip
+    def _launch(self, stream: Stream, inner: Kernel, call: Call) -> None:
+        now = replace(call, scalars=list(call.scalars))
         for f, args in inner.emit(now):
-            stream.push(label, self._run, f, args)
+            self._push(stream, now, f, args)
+
+    def _push(
+        self, stream: Stream, call: Call, f: Callable[..., object], args: tuple[Any, ...]
+    ) -> None:
+        stream.push(f"{call.op.name} on {stream.location}", self._run, f, args, op=call.op)
 
     def _run(self, f: Callable[..., object], args: tuple[Any, ...]) -> None:
         if self._count("kernel"):

@@ -445,19 +445,21 @@ class Plan:
         left = calls.__length_hint__()  # type: ignore[attr-defined]
         index = len(self._calls) - left - 1
         step_at = self._registers.step_of_call(index)
+        refused = isinstance(e, LazyKvError) and not isinstance(e, KernelError | OutOfMemory)
+        queued = getattr(e, "op", None)
+        if queued is not None:  # the host was waiting for work of an earlier step
+            ops = [step.op for step in self.program.steps]
+            step_at = next((n for n, op in enumerate(ops) if op is queued), step_at)
         step = self.program.steps[step_at]
-        refused = isinstance(e, LazyKvError)
-        # The host has waited for queued work; which step of it failed is in its message.
-        queued = isinstance(e, KernelError)
         for n, done in enumerate(self.program.steps[: step_at + 1]):
             register = self.program.registers[done.output]
             if done.op.destroys is None or register.home is not Home.LEAF:
                 continue
             store = self._storages[register.index]
             assert store is not None, "a running plan is bound"
-            if n < step_at and not queued:
+            if n < step_at:
                 store.version += 1
-            elif self.tears and (queued or not refused):
+            elif self.tears and not refused:
                 store.torn = True
         specs = ", ".join(str(self.program.registers[i].spec) for i in step.inputs)
         label = f"{step.op.name}[{step.node}] of ({specs})"

@@ -225,6 +225,10 @@ class PagedDecodeSession:
                 self.pool = pool
         return refusal
 
+    def retire(self) -> None:
+        """Drop what was captured of this session: it is about to be let go."""
+        self._held.retire()
+
     def __repr__(self) -> str:
         return (
             f"PagedDecodeSession(plan {self.plan.id}, batch {self.batch}, seq {self.seq}, "

@@ -8,6 +8,7 @@ import lazykv as lk
 from lazykv.serving import Engine, RequestState
 
 PROMPT = [1, 3, 6, 4]
+OTHER = lk.DeviceKvPool(lk.KvGeometry(1, 4, 4, 1, 8, 4), "f32")
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +127,7 @@ def test_arguments_are_checked_when_submitted(model, changes, error, words):
         ({"policy": "fair"}, lk.DTypeError, "got policy str, need a function"),
         ({"pool": 5}, lk.PoolError, "got LlamaModel and int"),
         ({"model": None}, lk.PoolError, "got NoneType and DeviceKvPool"),
-        ({"pool": lk.DeviceKvPool(lk.KvGeometry(1, 4, 4, 1, 8, 4), "f32")}, lk.ShapeError, "layers"),
+        ({"pool": OTHER}, lk.ShapeError, "got a pool of 1 layers"),
     ],
 )  # fmt: skip
 def test_engines_are_checked_when_made(model, options, error, words):

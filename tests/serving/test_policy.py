@@ -37,8 +37,8 @@ def test_what_a_policy_sees(model):
             running=(), preempted=(), free_blocks=20, capacity=20, max_batch=2,
         )
     ]  # fmt: skip
-    # Eight of nine tokens ran as a chunk, the last one as a decode step. `b` was admitted as soon as
-    # the chunks of `a` were through, but the round had had its share of prompts.
+    # Eight of nine tokens ran as a chunk, the last one as a decode step. `b` was admitted when the
+    # chunks of `a` were through, but the round had had its share of prompts.
     engine.step()
     assert policy.views[1].running == (
         RequestView(a.id, 9, 1, 9, 3, 0), RequestView(b.id, 4, 0, 0, 0, 1),

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from faults import BrittleStore
 from solo import ask, finish, random_asks
 
 import lazykv as lk
@@ -28,25 +29,6 @@ class Orders:
         preempt, self.preempt = self.preempt, []
         admit = [id for id in decision.admit if id not in self.hold]
         return replace(decision, preempt=tuple(r.id for r in preempt), admit=tuple(admit))
-
-
-class BrittleStore(lk.MemoryBlockStore):
-    """Refuses to keep or to give back blocks when told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.refuse: set[str] = set()
-
-    def put(self, key, data) -> None:
-        if "put" in self.refuse:
-            raise lk.BlockStoreError("put: got no room, need some")
-        super().put(key, data)
-
-    def get(self, key) -> bytes:
-        if "get" in self.refuse:
-            raise lk.BlockStoreError("get: got nothing, need the block")
-        data = super().get(key)
-        return data[:-1] + bytes([data[-1] ^ 1]) if "whole" in self.refuse else data
 
 
 def rows_of(engine, request) -> list[np.ndarray]:

@@ -8,12 +8,12 @@ and fused multiply-add round differently are not.
 Use, with a namespace `ck` for this package::
 
     shape = ck.attention_shape(2, 64, 64, lines=3)
-    options = ck.defines("attention", QUERY="f32", ROW="f16", DIM=64, VALUE_DIM=64, LINES=shape.lines,
-                         TEAM=shape.team, VEC=shape.vec)
+    options = ck.defines("attention", QUERY="f32", ROW="f16", DIM=64, VALUE_DIM=64,
+                         LINES=shape.lines, TEAM=shape.team, VEC=shape.vec)
     module = cupy.RawModule(code=ck.source("attention"), options=options)
     kernel = module.get_function(ck.KERNELS["attention"].symbol)
-    launch = ck.launch_of("attention", batch=1, heads=9, kv_heads=3, queries=1, lines=shape.lines,
-                          splits=1)
+    launch = ck.launch_of("attention", batch=1, heads=9, kv_heads=3, queries=1,
+                          lines=shape.lines, splits=1)
     kernel(launch.grid, launch.block, arguments)
 
 `source` joins files, so that no include path is needed; a kernel is a plain C symbol whose variants
