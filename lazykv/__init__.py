@@ -28,6 +28,7 @@ from lazykv.errors import (
     BadSpliceRange,
     BindingError,
     BlockStoreError,
+    CaptureError,
     DTypeError,
     EnvironmentMissing,
     GraphError,
@@ -81,6 +82,7 @@ from lazykv.pages.journal import PoolEvent, PoolStats
 from lazykv.pages.pool import KvBlockPool
 from lazykv.pages.sequence import EvictHandle, EvictReport, PrefixLease
 from lazykv.runtime.realize import plan, realize
+from lazykv.sessions.captured import CapturedDecodeSession
 from lazykv.sessions.context import InferenceContext
 from lazykv.sessions.decode import DecodeSession
 from lazykv.sessions.paged import PagedDecodeSession

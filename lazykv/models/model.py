@@ -67,7 +67,6 @@ class LlamaModel:
         self._placed_epoch = 0
         self._tokenizer = tokenizer
         self.rope = RopeTable(config)
-        self._ctx = InferenceContext("cpu")
 
     @property
     def tokenizer(self) -> "Tokenizer":
@@ -251,8 +250,10 @@ class LlamaModel:
     ) -> DecodeSession:
         step = self.step_graph(cache, seq, every=every)
         kind = CapturedDecodeSession if captures(cache, seq) else DecodeSession
+        # Inputs are bound where the rows are, so that one place runs the whole step.
+        place = ctx or InferenceContext(cache.device_location() or "cpu")
         return kind.build(
-            ctx or self._ctx, step.logits, kv=cache, kv_nodes=step.kv_nodes, bound=step.bound,
+            place, step.logits, kv=cache, kv_nodes=step.kv_nodes, bound=step.bound,
             seq=seq, model_key=self.model_key,
         )  # fmt: skip
 

@@ -1,0 +1,250 @@
+"""Captured sessions on the simulated device: replays equal plain steps, and never outlive their
+memory."""
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+from small_llama import CONFIG, small_llama
+
+import lazykv as lk
+from lazykv.backends.sim import SimBackend
+from lazykv.device import device
+from lazykv.models.model import LlamaModel
+from lazykv.sessions.captured import CapturedDecodeSession
+
+PLACE = "sim:0"
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaModel:
+    return small_llama()
+
+
+def session_of(model, cache, kind=lk.DecodeSession):
+    step = model.step_graph(cache)
+    return kind.build(
+        lk.InferenceContext(PLACE), step.logits, kv=cache, kv_nodes=step.kv_nodes,
+        bound=step.bound, model_key=model.model_key,
+    )  # fmt: skip
+
+
+def token(model, session, cache, value: int):
+    start = cache.cached_len
+    cos, sin = model.rope.rows(start, 1)
+    out = session.step({
+        "ids": np.array([value]), "cos": cos, "sin": sin,
+        "position": np.array(start), "length": np.array(start + 1),
+    })  # fmt: skip
+    cache.cached_len = start + 1
+    return out
+
+
+def test_replays_equal_plain_steps_bit_for_bit_through_rebinds_truncates_and_clears(model):
+    rng, capacity = np.random.default_rng(0), 64
+    caches = [[model.new_cache(capacity, device=PLACE) for _ in range(2)] for _ in range(2)]
+    plain = session_of(model, caches[0][0])
+    held = session_of(model, caches[1][0], CapturedDecodeSession)
+    at = 0
+    for n in range(500):
+        pair = caches[0][at], caches[1][at]
+        if n % 53 == 52 or len(pair[0]) == capacity:
+            at = 1 - at
+            pair = caches[0][at], caches[1][at]
+            for cache in pair:
+                cache.reset()
+            assert plain.rebind_kv(pair[0]) is None
+            assert held.rebind_kv(pair[1]) is None
+            assert not held.captured
+        elif n % 17 == 16:
+            for cache in pair:
+                cache.truncate_to(len(cache) // 2)
+        value = int(rng.integers(CONFIG.vocab_size))
+        want, got = (token(model, s, c, value) for s, c in zip((plain, held), pair, strict=True))
+        assert want.tobytes() == got.tobytes(), n
+    assert held.captures == held.rebind_count + 1
+    assert held.replays == 500 - held.captures * CapturedDecodeSession.warmup
+    assert held.replays > 400
+
+
+def test_a_replay_pushes_what_was_recorded_and_plans_nothing(model):
+    cache = model.new_cache(16, device=PLACE)
+    session = session_of(model, cache, CapturedDecodeSession)
+    for _ in range(2):
+        token(model, session, cache, 1)
+    before, plan = lk.stats(), session.plan
+    for _ in range(5):
+        token(model, session, cache, 1)
+    after = lk.stats()
+    assert (session.plan, session.captures) == (plan, 1)
+    assert after.plans_built == before.plans_built
+    assert after.allocations == before.allocations
+
+
+def test_the_model_captures_by_itself_where_the_backend_can(model):
+    prompt, caches = [3, 1, 4, 1, 5], [model.new_cache(64, device=d) for d in ("cpu", PLACE)]
+    ids = []
+    for cache in caches:
+        logits, out = model.prefill(prompt, cache), []
+        for _ in range(24):
+            out.append(int(logits.argmax()))
+            logits = model.decode_step(out[-1], cache)
+        ids.append(out)
+    assert ids[0] == ids[1]
+    held = model.session_for(caches[1])
+    assert isinstance(held, CapturedDecodeSession)
+    assert (held.captures, held.replays) == (1, 24)  # the prompt ended in a single token
+    assert not isinstance(model.session_for(caches[0]), CapturedDecodeSession)
+
+
+def test_a_plan_with_symbols_says_why_it_is_not_captured():
+    cache = lk.KvCache.with_capacity(1, 1, 2, 8, "f32", PLACE)
+    g, pos = lk.Graph(), lk.Sym("pos", 0, 7)
+    k, v = (g.placeholder((1, 1, 8, 2), lk.f32, name) for name in "kv")
+    row = g.placeholder((1, 1, 1, 2), lk.f32, "row")
+    k_all, v_all = (c.at[:, :, pos : pos + 1].set(row) for c in (k, v))
+    out = lk.attention(row, k_all, v_all, length=pos + 1)
+    session = CapturedDecodeSession.build(
+        lk.InferenceContext(PLACE), out, kv=cache, kv_nodes=[(k, v)], bound={"row": row}
+    )
+    for n in range(4):
+        got = session.step({"row": np.full((1, 1, 1, 2), n, np.float32)}, {pos: n})
+        assert got.shape == (1, 1, 1, 2)
+    assert (session.captures, session.captured) == (0, False)
+    assert "symbols pos" in session.reason
+
+
+def test_a_host_backend_says_that_it_does_not_capture(model):
+    cache = model.new_cache(8)
+    step = model.step_graph(cache)
+    plan = lk.plan(step.graph.const(np.ones(2, np.float32)) + 1.0)
+    with pytest.raises(lk.CaptureError, match="cpu"):
+        plan.capture()
+
+
+def test_a_context_retires_the_capture_of_a_session_it_drops(model):
+    ctx, cache = lk.InferenceContext(PLACE), model.new_cache(16, device=PLACE)
+    for _ in range(3):
+        model.decode_step(1, cache, ctx)
+    session = ctx.take_decode_session()
+    assert session.captured
+    ctx.put_decode_session(session)
+    other = model.new_cache(32, device=PLACE)
+    assert ctx.refresh(other, model_key=model.model_key) == lk.SessionDisposition.Dropped
+    assert not session.captured
+    token(model, session, cache, 1)  # still a session of its own cache, run plainly
+    assert not session.captured
+
+
+def test_a_refused_rebind_retires_the_recording_and_the_old_cache_goes_on(model):
+    cache = model.new_cache(16, device=PLACE)
+    session = session_of(model, cache, CapturedDecodeSession)
+    for _ in range(3):
+        token(model, session, cache, 2)
+    assert session.captured
+    assert session.rebind_kv(model.new_cache(16, device="sim:1")) is not None
+    assert not session.captured
+    for _ in range(3):
+        token(model, session, cache, 2)
+    assert (session.captured, session.captures) == (True, 2)
+
+
+def test_a_capture_keeps_everything_it_uses_alive(model):
+    cache = model.new_cache(16, device=PLACE)
+    reference = session_of(model, cache)
+    want = [token(model, reference, cache, 3) for _ in range(4)]
+    cache.reset()
+    session = session_of(model, cache, CapturedDecodeSession)
+    got = [token(model, session, cache, 3) for _ in range(2)]
+    buffers = [weakref.ref(cache.slot_storage(0, s).array.block) for s in (0, 1)]
+    cache.clear()  # the cache lets go; the recording must not
+    gc.collect()
+    assert all(ref() is not None for ref in buffers)
+    for n in (2, 3):
+        cos, sin = model.rope.rows(n, 1)
+        got.append(session.step({
+            "ids": np.array([3]), "cos": cos, "sin": sin, "position": np.array(n),
+            "length": np.array(n + 1),
+        }))  # fmt: skip
+    assert session.replays > 0
+    assert [a.tobytes() for a in want] == [a.tobytes() for a in got]
+
+
+def test_a_stale_recording_is_seen_since_freed_memory_holds_a_pattern():
+    """What a backend that kept a capture over freed memory would read."""
+    backend = device(PLACE).backend
+    plan = lk.plan(lk.Graph().const(np.ones(4, np.float32)) * 2.0, device=PLACE)
+    store = lk.Storage.from_array(np.ones(4, np.float32), PLACE)
+    data = store.array._data
+    backend.synchronize(store.location)
+    assert data.tolist() == [1] * 4
+    del store
+    gc.collect()
+    backend.synchronize(lk.DeviceLocation(PLACE))
+    assert np.isnan(data).all()
+    assert plan.run().tolist() == [2] * 4
+
+
+def test_nodes_can_be_read_after_a_replay():
+    g = lk.Graph()
+    x = g.placeholder((4,), lk.f32, "x")
+    half = x * 0.5
+    plan = lk.plan([half + 1.0, half.exp()], {x: np.arange(4, dtype=np.float32)}, PLACE)
+    plan.run()
+    plan.capture()
+    for n in range(3):
+        plan.run({x: np.full(4, n, np.float32)})
+        assert plan.captured
+        np.testing.assert_array_equal(plan.read(half), np.full(4, n / 2, np.float32))
+
+
+def test_a_node_whose_memory_was_used_again_is_refused_by_name():
+    g = lk.Graph()
+    x = g.placeholder((64,), lk.f32, "x")
+    early = x * 2.0
+    chain = early
+    for _ in range(4):
+        chain = chain.exp()
+    plan = lk.plan(chain, {x: np.zeros(64, np.float32)}, PLACE)
+    plan.run()
+    with pytest.raises(lk.GraphError, match="make it a target"):
+        plan.read(early)
+    with pytest.raises(lk.GraphError, match="need a node that it was made from"):
+        plan.read(lk.Graph().const(np.ones(2, np.float32)))
+
+
+def test_paged_steps_are_captured_and_equal_the_host(model):
+    out = {}
+    for place in ("cpu", PLACE):
+        pool = model.new_pool(12, 4, device=place)
+        decoder = lk.models.PagedDecoder(model, pool, max_batch=2)
+        sessions = [pool.open() for _ in range(2)]
+        for n, s in enumerate(sessions):
+            decoder.prefill(s, [1 + n] * (3 + n))
+        logits = [decoder.decode(sessions, [n, n + 1]) for n in range(8)]
+        pool.truncate(sessions[0], 5)
+        sessions[1] = pool.fork(sessions[0])
+        logits += [decoder.decode(sessions, [n, n]) for n in range(4)]
+        out[place] = np.stack(logits)
+        if place == PLACE:
+            held = decoder.session_for(2)._held
+            assert (held.captures, held.replays) == (1, 11)
+    np.testing.assert_allclose(out["cpu"], out[PLACE], rtol=1e-5, atol=1e-5)
+
+
+def test_a_capture_refuses_what_cannot_be_replayed():
+    backend = SimBackend()
+    place = lk.DeviceLocation(PLACE)
+    buffer = backend.allocate(64, place)
+    host = np.zeros(64, np.uint8)
+    for f, args in (
+        (backend.allocate, (8, place)),
+        (backend.copy_in, (buffer, host)),
+        (backend.copy_out, (buffer,)),
+        (backend.synchronize, (place,)),
+    ):
+        with pytest.raises(lk.CaptureError):
+            backend.capture(place, [(f, args)])
+    backend.copy_in(buffer, host)  # the refused captures are over
+    assert backend.copy_out(buffer).tolist() == [0] * 64
