@@ -5,7 +5,7 @@ every dtype of these tests holds exactly for n below 32 and two layers.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -134,7 +134,7 @@ def refused(
 
 @contextmanager
 def failing(plan: Plan, call: int, error: BaseException) -> Iterator[None]:
-    """One call of a plan raises, after its kernel has run."""
+    """One call of a plan raises, after its kernel has run (or was queued)."""
     kernel, args = plan._calls[call]
 
     def fail(*given: Any) -> None:
@@ -146,6 +146,32 @@ def failing(plan: Plan, call: int, error: BaseException) -> Iterator[None]:
         yield
     finally:
         plan._calls[call] = (kernel, args)
+
+
+Failure = tuple[AbstractContextManager[None], type[BaseException]]
+
+
+def failures(pool: lk.DeviceKvPool, plan: Plan) -> Iterator[Failure]:
+    """Every way for a pass of a plan to fail midway, and the error it ends in: where kernels run
+    at once each call in turn, and where they are queued each kernel of the queue."""
+    backend = lk.device(pool.device_location()).backend
+    queued = backend.capabilities.is_async
+    for call in range(len(plan._calls)):
+        if queued:
+            yield _scripted(backend, call + 1), lk.KernelError
+        else:
+            yield failing(plan, call, ValueError("broken")), lk.KernelError
+            yield failing(plan, call, MemoryError()), lk.OutOfMemory
+            yield failing(plan, call, lk.RangeError("mine")), lk.RangeError
+        if not plan.captured:
+            yield failing(plan, call, KeyboardInterrupt()), KeyboardInterrupt
+
+
+@contextmanager
+def _scripted(backend: Any, at: int) -> Iterator[None]:
+    backend.fail("kernel", at)
+    yield
+    assert not backend._failing, "fewer kernels ran"
 
 
 def tear(storage: lk.Storage) -> None:

@@ -427,8 +427,14 @@ class Plan:
 
         Results wait by themselves. This is for passes that are run for what they write.
         """
-        for place in self.program.locations:
-            device(place).backend.synchronize(place)
+        try:
+            for place in self.program.locations:
+                device(place).backend.synchronize(place)
+        except KernelError as e:
+            step = self._step_of_op(e.op)
+            if step is not None and self.tears:
+                self._torn_by(step)
+            raise
 
     def check_topology(self) -> None:
         """Refuse to run against another backend than the one planned for."""
@@ -446,21 +452,16 @@ class Plan:
         index = len(self._calls) - left - 1
         step_at = self._registers.step_of_call(index)
         refused = isinstance(e, LazyKvError) and not isinstance(e, KernelError | OutOfMemory)
-        queued = getattr(e, "op", None)
+        queued = self._step_of_op(getattr(e, "op", None))
         if queued is not None:  # the host was waiting for work of an earlier step
-            ops = [step.op for step in self.program.steps]
-            step_at = next((n for n, op in enumerate(ops) if op is queued), step_at)
+            step_at = queued
         step = self.program.steps[step_at]
-        for n, done in enumerate(self.program.steps[: step_at + 1]):
-            register = self.program.registers[done.output]
-            if done.op.destroys is None or register.home is not Home.LEAF:
-                continue
-            store = self._storages[register.index]
-            assert store is not None, "a running plan is bound"
-            if n < step_at:
+        for n in range(step_at):
+            store = self._written_by(n)
+            if store is not None:
                 store.version += 1
-            elif self.tears and not refused:
-                store.torn = True
+        if self.tears and not refused:
+            self._torn_by(step_at)
         specs = ", ".join(str(self.program.registers[i].spec) for i in step.inputs)
         label = f"{step.op.name}[{step.node}] of ({specs})"
         self._registers.take_results()
@@ -469,6 +470,24 @@ class Plan:
             return e
         kind = OutOfMemory if isinstance(e, MemoryError) else KernelError
         return kind(f"{label}: got {type(e).__name__}: {e} in step {step_at}, need it to run")
+
+    def _written_by(self, step: int) -> Storage | None:
+        """The bound storage that a step writes in place."""
+        done = self.program.steps[step]
+        register = self.program.registers[done.output]
+        if done.op.destroys is None or register.home is not Home.LEAF:
+            return None
+        return self._storages[register.index]
+
+    def _torn_by(self, step: int) -> None:
+        store = self._written_by(step)
+        if store is not None:
+            store.torn = True
+
+    def _step_of_op(self, op: object) -> int | None:
+        """The step that an asynchronous backend's failure names by its op."""
+        steps = enumerate(self.program.steps)
+        return None if op is None else next((n for n, s in steps if s.op is op), None)
 
 
 def _out_of_bounds(who: str, what: str, value: int, low: int, high: int) -> LazyKvError:

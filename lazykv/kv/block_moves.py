@@ -4,7 +4,7 @@ A block's bytes outside the pool are one array ``[2 * n_layers, block_size, n_kv
 K before V of each layer.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -37,7 +37,7 @@ class BlockMoves:
 
     def copy(self, source: int, dest: int) -> None:
         """All bytes of one block to another."""
-        self._copy.run(env={self._source: source, self._dest: dest})
+        _run(self._copy, {}, {self._source: source, self._dest: dest})
 
     def read(self, block: int) -> HostArray:
         """A fresh host copy of a block, in the logical dtype."""
@@ -47,7 +47,7 @@ class BlockMoves:
     def write(self, block: int, data: HostArray) -> None:
         """Replace a block by what `read` gave."""
         made, incoming = self._write
-        made.run({incoming: data}, {self._dest: block})
+        _run(made, {incoming: data}, {self._dest: block})
 
     def shift(self, source: int, dest: int, angles: NDArray[np.float64], interleaved: bool) -> None:
         """Copy a block with its keys turned by one angle (radians) per pair, ``[D/2]``."""
@@ -56,7 +56,8 @@ class BlockMoves:
             np.broadcast_to(f(angles).astype(self._wide.numpy), t.shape)
             for f, t in zip((np.cos, np.sin), tables, strict=True)
         ]
-        made.run(dict(zip(tables, turned, strict=True)), {self._source: source, self._dest: dest})
+        tables_now = dict(zip(tables, turned, strict=True))
+        _run(made, tables_now, {self._source: source, self._dest: dest})
 
     # Plans
 
@@ -115,6 +116,12 @@ class BlockMoves:
     def _put(self, pool: Tensor, block: Tensor) -> Tensor:
         rest = [(0, extent) for extent in pool.shape[1:]]
         return pool.write_slice(block, [(self._dest, self._dest + 1), *rest])
+
+
+def _run(made: Plan, bindings: Mapping[Tensor, HostArray], env: Mapping[Sym, int]) -> None:
+    """A move, and the wait for it: a failure is the caller's, not that of whoever waits next."""
+    made.run(bindings, env)
+    made.synchronize()
 
 
 def _untorn(made: Plan) -> Plan:

@@ -188,8 +188,8 @@ def _part(model: LlamaModel, prompt: list[int]) -> np.ndarray:
 
 @pytest.mark.slow
 def test_an_allocation_that_fails_anywhere_is_typed_leaks_nothing_and_is_survived(backend):
-    """Of a run of more than 200 allocations the k-th fails: `OutOfMemory`, nothing kept, and the same
-    run then gives what it should. `LAZYKV_FAILURE_STRIDE=1` takes every k."""
+    """Of a run of more than 200 allocations the k-th fails: `OutOfMemory`, nothing kept, and the
+    same run then gives what it should. `LAZYKV_FAILURE_STRIDE=1` takes every k."""
     model = small_llama()
     want = script(model)
 
@@ -212,3 +212,11 @@ def test_an_allocation_that_fails_anywhere_is_typed_leaks_nothing_and_is_survive
         assert forget() == used, k
         if k % 8 == 0:
             np.testing.assert_array_equal(script(model), want)
+
+
+def test_an_eager_write_that_fails_in_the_queue_tears_its_storage(backend):
+    cache = lk.KvCache.with_capacity(1, 1, 2, 4, "f32", "sim:0")
+    backend.fail("kernel", 1)
+    with pytest.raises(lk.KernelError, match="write_slice"):
+        cache.write_bytes(0, 0, 0, 1, floats(1, 2))
+    assert [cache.slot_storage(0, s).torn for s in (0, 1)] == [True, False]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from paged_state import (
-    failing,
+    failures,
     feed,
     make_pool,
     opened,
@@ -173,11 +173,9 @@ def test_a_read_that_fails_stores_nothing(make, store):
     pool = make(4, 2, store=store)
     session = opened(pool, range(6))
     pool.restore(session, pool.evict(session).handle)
-    with (
-        failing(pool._moves._read, 0, ValueError("broken")),
-        refused(pool, lk.KernelError, "broken"),
-    ):
-        pool.evict(session)
+    for failure, seen in failures(pool, pool._moves._read):
+        with failure, refused(pool, seen):
+            pool.evict(session)
     assert (store.calls["put"], store.keys()) == (3, [])
 
 
@@ -260,18 +258,16 @@ def test_a_restore_that_fails_midway_leaves_the_pool_as_it_was(make):
     report = pool.evict_range(session, 0, 2)
     plan, _ = pool._moves._write
     before = tables(pool)
-    calls = len(plan._calls)
-    assert calls >= 4
-    for call in range(calls):
-        for error, seen in ((ValueError("broken"), lk.KernelError),
-                            (KeyboardInterrupt(), KeyboardInterrupt)):  # fmt: skip
-            with failing(plan, call, error), pytest.raises(seen):
-                pool.restore(session, report.handle)
-            assert tables(pool) == before
-            assert not any(s.torn for s in storages(pool))
-            assert read(pool, session) == [None] * 4 + [4, 5]
-            assert len(pool._store.keys()) == 2
-            pool.check()
+    ways = list(failures(pool, plan))
+    assert len(ways) >= 8
+    for failure, seen in ways:
+        with failure, pytest.raises(seen):
+            pool.restore(session, report.handle)
+        assert tables(pool) == before
+        assert not any(s.torn for s in storages(pool))
+        assert read(pool, session) == [None] * 4 + [4, 5]
+        assert len(pool._store.keys()) == 2
+        pool.check()
     pool.restore(session, report.handle)
     assert (read(pool, session), read(pool, other)) == (list(range(6)), [30, 31])
 

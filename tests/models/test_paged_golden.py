@@ -36,9 +36,10 @@ def alone(model: Any, ids: list[int], n: int) -> tuple[list[int], list[np.ndarra
 
 @pytest.mark.parametrize("size", [1, 16, 64])
 def test_greedy_ids_are_the_recorded_ones(smollm2_model, golden, size):
-    """All recorded prompts in one pool, each decoded alone."""
+    """Recorded prompts in one pool, each decoded alone."""
     paged = decoder(smollm2_model, size, 64 * 8)
-    for case in golden:
+    cases = golden if size == 16 else golden[:1]
+    for case in cases:
         session, got = paged.pool.open(), []
         logits = paged.prefill(session, case["prompt_ids"])
         for token in case["generated_ids"]:
@@ -46,7 +47,9 @@ def test_greedy_ids_are_the_recorded_ones(smollm2_model, golden, size):
             (logits,) = paged.decode([session], [token])
         assert got == case["generated_ids"], case["name"]
     (single,) = [s for s in paged.plans if s.seq == 1]
-    assert single.realize_count == 122  # two prompts of odd length end with a chunk of one token
+    # Prompts of odd length end with a chunk of one token.
+    odd = sum(len(case["prompt_ids"]) % 2 for case in cases)
+    assert single.realize_count == odd + sum(len(case["generated_ids"]) for case in cases)
     paged.pool.check()
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from paged_state import (
-    failing,
+    failures,
     make_pool,
     opened,
     read,
@@ -146,12 +146,15 @@ def test_a_plan_moves_to_another_pool_and_leaves_the_old_alone_ses_9(make):
     check(other, out, [5, 6, 7, 8, 9])
     after = lk.stats()
     assert (session.plan.id, session.node_count) == known
-    assert (after.plans_built, after.allocations) == (before.plans_built, before.allocations)
+    assert after.plans_built == before.plans_built
+    if not session.plan.captured:  # a new recording has memory for its results
+        assert after.allocations == before.allocations
     assert state(pool) == kept
     assert read(other, b) == [5, 6, 7, 8, 9]
     assert session.rebind_count == 1
     # A failed step tears nothing here either.
-    with failing(session.plan, 3, ValueError("broken")), pytest.raises(lk.KernelError):
+    failure, seen = next(failures(other, session.plan))
+    with failure, pytest.raises(seen):
         session.step([b], data(other, [10]))
     assert not any(s.torn for s in storages(other))
     assert session.rebind_kv(pool) is None
