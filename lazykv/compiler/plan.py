@@ -9,8 +9,9 @@ import numpy as np
 
 from lazykv import config, counters
 from lazykv.compiler.captured import CapturedCalls
+from lazykv.compiler.failures import account, step_of_op, tear
 from lazykv.compiler.manifest import Manifest
-from lazykv.compiler.program import Home, Program, ProgramStep
+from lazykv.compiler.program import Program, ProgramStep
 from lazykv.compiler.registers import Registers, Staged
 from lazykv.compiler.row_watch import RowWatch
 from lazykv.device import (
@@ -27,7 +28,6 @@ from lazykv.errors import (
     GraphError,
     KernelError,
     LazyKvError,
-    OutOfMemory,
     RangeError,
     SessionBusy,
     SymbolError,
@@ -431,9 +431,9 @@ class Plan:
             for place in self.program.locations:
                 device(place).backend.synchronize(place)
         except KernelError as e:
-            step = self._step_of_op(e.op)
+            step = step_of_op(self.program, e.op)
             if step is not None and self.tears:
-                self._torn_by(step)
+                tear(self.program, self._storages, step)
             raise
 
     def check_topology(self) -> None:
@@ -447,47 +447,11 @@ class Plan:
         self._epoch = registry.epoch
 
     def _failed(self, e: BaseException, calls: Iterator[Step]) -> BaseException:
-        """The error to raise: storages written so far are accounted for, the node is named."""
+        """The error to raise, once the storages written so far are accounted for."""
         left = calls.__length_hint__()  # type: ignore[attr-defined]
-        index = len(self._calls) - left - 1
-        step_at = self._registers.step_of_call(index)
-        refused = isinstance(e, LazyKvError) and not isinstance(e, KernelError | OutOfMemory)
-        queued = self._step_of_op(getattr(e, "op", None))
-        if queued is not None:  # the host was waiting for work of an earlier step
-            step_at = queued
-        step = self.program.steps[step_at]
-        for n in range(step_at):
-            store = self._written_by(n)
-            if store is not None:
-                store.version += 1
-        if self.tears and not refused:
-            self._torn_by(step_at)
-        specs = ", ".join(str(self.program.registers[i].spec) for i in step.inputs)
-        label = f"{step.op.name}[{step.node}] of ({specs})"
+        step_at = self._registers.step_of_call(len(self._calls) - left - 1)
         self._registers.take_results()
-        if refused or not isinstance(e, Exception):
-            e.add_note(f"in {label}, step {step_at} of plan {self.id}")
-            return e
-        kind = OutOfMemory if isinstance(e, MemoryError) else KernelError
-        return kind(f"{label}: got {type(e).__name__}: {e} in step {step_at}, need it to run")
-
-    def _written_by(self, step: int) -> Storage | None:
-        """The bound storage that a step writes in place."""
-        done = self.program.steps[step]
-        register = self.program.registers[done.output]
-        if done.op.destroys is None or register.home is not Home.LEAF:
-            return None
-        return self._storages[register.index]
-
-    def _torn_by(self, step: int) -> None:
-        store = self._written_by(step)
-        if store is not None:
-            store.torn = True
-
-    def _step_of_op(self, op: object) -> int | None:
-        """The step that an asynchronous backend's failure names by its op."""
-        steps = enumerate(self.program.steps)
-        return None if op is None else next((n for n, s in steps if s.op is op), None)
+        return account(e, self.program, self._storages, step_at, tears=self.tears)
 
 
 def _out_of_bounds(who: str, what: str, value: int, low: int, high: int) -> LazyKvError:

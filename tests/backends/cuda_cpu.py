@@ -1,7 +1,6 @@
 """Runs the CUDA kernels on the CPU: the shipped text, compiled by g++ behind `cuda_shim.h`."""
 
 import ctypes
-import ctypes.util
 import mmap
 import shutil
 import subprocess
@@ -21,8 +20,8 @@ COMPILER = shutil.which("g++")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
 
 BACKWARDS, FLUSH = 1, 2
-_RESULTS = {1: "threads wait for others that never come", 2: "a block of half warps",
-            3: "access to protected memory"}  # fmt: skip
+_RESULTS = ("", "threads wait for others that never come", "a block of half warps",
+            "access to protected memory")  # fmt: skip
 
 _FOLDER = Path(__file__).parent
 # No _FORTIFY_SOURCE: it takes a jump between fibers for a broken stack. Null pointers are found by
@@ -51,20 +50,39 @@ def _shim() -> bytes:
         return built.read_bytes()
 
 
+def build(text: str) -> ctypes.CDLL:
+    """CUDA C with `SHIM_KERNEL(name)` for every kernel, compiled and loaded."""
+    with tempfile.TemporaryDirectory() as folder:
+        shim, kernels, built = (Path(folder, n) for n in ("shim.o", "kernels.o", "kernels.so"))
+        shim.write_bytes(_shim())
+        _compile(f'#include "cuda_shim.h"\n{text}', *_SANITIZE, "-c", "-o", str(kernels))
+        link = [str(COMPILER), "-shared", *_SANITIZE, str(kernels), str(shim), "-o", str(built)]
+        subprocess.run(link, check=True)
+        return ctypes.CDLL(str(built))
+
+
+def run(library: ctypes.CDLL, symbol: str, launch: ck.Launch, args: list[Array], flags: int) -> str:
+    """Runs a kernel on arguments by value; what went wrong, if anything did."""
+    pointers = (ctypes.c_void_p * len(args))(*(a.ctypes.data for a in args))
+    # As CuPy does: a grid without blocks is launched with one.
+    grid = (ctypes.c_uint * 3)(*(max(1, n) for n in launch.grid))
+    assert launch.block[1:] == (1, 1)
+    assert launch.shared_bytes == 0
+    return _RESULTS[library[f"run_{symbol}"](grid, launch.block[0], pointers, flags)]
+
+
+def pointer(array: Array | None) -> Array:
+    """An argument that points to an array."""
+    return np.array(0 if array is None else array.ctypes.data, np.uint64)
+
+
 class CpuModule:
     """Some kernels compiled for one set of macros, as a `cupy.RawModule` would be."""
 
     def __init__(self, names: tuple[str, ...], macros: dict[str, object], extra: str = "") -> None:
         defines = (d[2:].replace("=", " ", 1) for d in ck.defines(names[0], **macros))
-        text = ['#include "cuda_shim.h"', *(f"#define {d}" for d in defines), ck.source(*names)]
-        text += [extra, *(f"SHIM_KERNEL({ck.KERNELS[n].symbol})" for n in names)]
-        with tempfile.TemporaryDirectory() as folder:
-            shim, kernels, built = (Path(folder, n) for n in ("shim.o", "kernels.o", "kernels.so"))
-            shim.write_bytes(_shim())
-            _compile("\n".join(text), *_SANITIZE, "-c", "-o", str(kernels))
-            link = [str(COMPILER), "-shared", *_SANITIZE, str(kernels), str(shim), "-o", str(built)]
-            subprocess.run(link, check=True)
-            self.library = ctypes.CDLL(str(built))
+        text = [*(f"#define {d}" for d in defines), ck.source(*names), extra]
+        self.library = build("\n".join([*text, *(f"SHIM_KERNEL(lazykv_{n})" for n in names)]))
 
     def kinds(self, name: str) -> list[str | int]:
         """What the compiler takes a kernel's parameters for; a struct is its size."""
@@ -74,20 +92,13 @@ class CpuModule:
 
     def launch(self, name: str, launch: ck.Launch, *args: Any, flags: int = 0) -> None:
         """Arguments as for CuPy, with NumPy arrays for pointers and None for null."""
-        kernel, kept = ck.KERNELS[name], []
-        for (_, kind), arg in zip(kernel.args, args, strict=True):
-            if kind == "pointer":
-                kept.append(np.array(0 if arg is None else arg.ctypes.data, np.uint64))
-            else:
-                wanted = _SCALARS.get(kind) or ck.STRUCTS[kind]
-                kept.append(np.array(arg, wanted))
-        pointers = (ctypes.c_void_p * len(kept))(*(a.ctypes.data for a in kept))
-        # As CuPy does: a grid without blocks is launched with one.
-        grid = (ctypes.c_uint * 3)(*(max(1, n) for n in launch.grid))
-        assert launch.block[1:] == (1, 1)
-        assert launch.shared_bytes == 0
-        result = self.library[f"run_{kernel.symbol}"](grid, launch.block[0], pointers, flags)
-        assert result == 0, f"{name}: {_RESULTS[result]}"
+        kernel = ck.KERNELS[name]
+        kept = [
+            pointer(a) if kind == "pointer" else np.array(a, _SCALARS.get(kind) or ck.STRUCTS[kind])
+            for (_, kind), a in zip(kernel.args, args, strict=True)
+        ]
+        wrong = run(self.library, kernel.symbol, launch, kept, flags)
+        assert not wrong, f"{name}: {wrong}"
 
 
 @cache
@@ -98,8 +109,8 @@ def module(*names: str, extra: str = "", **macros: object) -> CpuModule:
 class Memory:
     """Arrays between canaries and protected pages; `check` finds what no kernel may have written.
 
-    Canaries are NaN to every float dtype. An array that starts at a page's start ends wherever its
-    size says; the bytes up to the page's end are canaries too.
+    Canaries are NaN to every float dtype. An array starts with a page, behind a protected one; the
+    bytes up to the end of its last page are canaries, and the next page is protected.
     """
 
     def __init__(self) -> None:
@@ -138,9 +149,9 @@ class Memory:
         self._maps = [m for m in self._maps if not np.shares_memory(m[0], part)]
 
     def _protect(self, part: Array) -> None:
-        done = self._libc.mprotect(ctypes.c_void_p(part.ctypes.data), part.nbytes, mmap.PROT_NONE
-                                   if hasattr(mmap, "PROT_NONE") else 0)  # fmt: skip
-        assert done == 0, "pages are protected"
+        no_access = 0
+        done = self._libc.mprotect(ctypes.c_void_p(part.ctypes.data), part.nbytes, no_access)
+        assert done == 0, "whole pages can be protected"
 
     def check(self) -> None:
         for line, start, end, before in self._maps:

@@ -1,11 +1,11 @@
 // Runs CUDA C on a CPU: a block's threads are fibers, so that barriers and shuffles do what they
 // say and everything is deterministic.
 //
-// A thread runs until it has to wait, then the next one runs, in order or (BACKWARDS) in reverse:
-// what a missing barrier would have kept apart comes out wrong in one of the two. Blocks run one
-// after another on shared memory full of NaN. A barrier or shuffle that not all threads reach, and
-// an access to protected memory, end the launch. With FLUSH, subnormal floats are zeros, as under
-// -ftz=true.
+// A thread runs until it has to wait; then of those that can run the first does, or (BACKWARDS) the
+// last. Some run as far ahead of the others as barriers let them, so that a missing one comes out
+// wrong in one of the two. Blocks run one after another on shared memory full of NaN. A barrier or
+// shuffle that not all threads reach, and an access to protected memory, end the launch. With FLUSH,
+// subnormal floats are zeros, as under -ftz=true.
 
 #include "cuda_shim.h"
 
@@ -30,17 +30,19 @@ enum { DONE, STUCK, NO_WHOLE_WARPS, BAD_ACCESS };
 constexpr unsigned LANES = 32;
 constexpr size_t STACK = 256 << 10;
 
+// A meeting of `expected` threads, over and over. A value stays readable for one more round.
+struct Meeting {
+    unsigned expected, arrived, round;
+    float value[2][LANES];
+};
+
 struct Fiber {
     ucontext_t entry;
     jmp_buf here;
     char* stack;
     bool started, done;
-};
-
-// A meeting of `expected` threads, over and over. A value stays readable for one more round.
-struct Meeting {
-    unsigned expected, arrived, round;
-    float value[2][LANES];
+    const Meeting* waits_for;  // until it is past `round`
+    unsigned round;
 };
 
 std::vector<Fiber> fibers;
@@ -49,28 +51,30 @@ Meeting barrier;
 jmp_buf scheduler;
 sigjmp_buf bad_access;
 Fiber* running;
-unsigned long progress;
+bool freed;  // some threads need not wait any more
 void (*body)(void**);
 void** arguments;
 
 void meet(Meeting& m) {
-    unsigned round = m.round;
-    progress++;
     if (++m.arrived == m.expected) {
         m.arrived = 0;
         m.round++;
+        freed = true;
         return;
     }
-    while (m.round == round) {
-        if (!_setjmp(running->here)) _longjmp(scheduler, 1);
-    }
+    running->waits_for = &m;
+    running->round = m.round;
+    if (!_setjmp(running->here)) _longjmp(scheduler, 1);
 }
 
 void enter() {
     body(arguments);
     running->done = true;
-    progress++;
     _longjmp(scheduler, 1);
+}
+
+bool can_run(const Fiber& f) {
+    return !f.done && (!f.waits_for || f.waits_for->round != f.round);
 }
 
 // Lets one thread run until it waits or ends.
@@ -94,6 +98,7 @@ void prepare_block() {
     for (unsigned i = 0; i < blockDim.x; i++) {
         Fiber& f = fibers[i];
         f.started = f.done = false;
+        f.waits_for = nullptr;
         getcontext(&f.entry);
         f.entry.uc_stack.ss_sp = f.stack;
         f.entry.uc_stack.ss_size = STACK;
@@ -104,17 +109,19 @@ void prepare_block() {
 // False if some threads wait for others that never come.
 bool run_block(bool backwards) {
     prepare_block();
-    for (;;) {
-        unsigned long before = progress;
-        bool all_done = true;
-        for (unsigned i = 0; i < blockDim.x; i++) {
-            unsigned next = backwards ? blockDim.x - 1 - i : i;
-            if (!fibers[next].done) resume(next);
-            all_done = all_done && fibers[next].done;
+    freed = false;
+    unsigned ended = 0;
+    for (unsigned i = 0; i < blockDim.x; i++) {
+        Fiber& f = fibers[backwards ? blockDim.x - 1 - i : i];
+        if (!can_run(f)) continue;
+        resume(unsigned(&f - fibers.data()));
+        ended += f.done;
+        if (freed) {  // from the first one again
+            freed = false;
+            i = -1u;
         }
-        if (all_done) return true;
-        if (progress == before) return false;
     }
+    return ended == blockDim.x;
 }
 
 bool run_grid(bool backwards) {

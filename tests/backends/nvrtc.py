@@ -22,8 +22,8 @@ def library() -> ctypes.CDLL | None:
     return None
 
 
-def compile_cubin(source: str, name: str, options: tuple[str, ...]) -> tuple[int, str, bytes]:
-    """The status (0 is success), the log and the machine code."""
+def compile_code(source: str, name: str, options: tuple[str, ...]) -> tuple[int, str, bytes]:
+    """The status (0 is success), the log, and machine code (PTX where -arch is a compute_NN)."""
     nvrtc = library()
     assert nvrtc is not None, "callers skip without the library"
     program = ctypes.c_void_p()
@@ -35,7 +35,8 @@ def compile_cubin(source: str, name: str, options: tuple[str, ...]) -> tuple[int
         array = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
         status = nvrtc.nvrtcCompileProgram(program, len(options), array)
         log = _read(nvrtc, "ProgramLog", program).rstrip(b"\0\n").decode()
-        return status, log, b"" if status else _read(nvrtc, "CUBIN", program)
+        kind = "PTX" if any(o.startswith("-arch=compute") for o in options) else "CUBIN"
+        return status, log, b"" if status else _read(nvrtc, kind, program)
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 

@@ -27,8 +27,9 @@ VARIANTS = [
     ("f32", "bf16", 96, 144, (2, 16, 8)),
     ("f16", "f16", 40, 24, (1, 4, 8)),
     ("bf16", "bf16", 7, 5, (4, 32, 1)),
+    ("f32", "f32", 4, 4, (2, 1, 4)),
 ]
-each_variant = pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: f"{v[0]}-{v[1]}")
+each_variant = pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: f"{v[0]}-{v[1]}-{v[2]}")
 each_way = pytest.mark.parametrize("flags", [0, BACKWARDS])
 WHOLE = ("attention", "paged_attention", "ring_attention", "attention_reduce")
 

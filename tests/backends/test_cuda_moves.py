@@ -63,10 +63,10 @@ def test_a_copy_of_any_view_is_exact(
     rng = np.random.default_rng(1)
     for axes in list(itertools.permutations(range(len(shape))))[::7]:
         base = memory.input(noise(rng, tuple(n + 2 for n in shape), itemsize))
-        view = base[tuple(slice(1, 1 + n) for n in shape) + (...,)].transpose(axes)
+        view = base[(*(slice(1, 1 + n) for n in shape), ...)].transpose(axes)
         wanted = noise(rng, tuple(n + 1 for n in view.shape), itemsize)
         dest = memory.output(wanted)
-        inner = tuple(slice(0, n) for n in view.shape) + (...,)
+        inner = (*(slice(0, n) for n in view.shape), ...)
         wanted[inner] = view
         copy(dest[inner], view)
         np.testing.assert_array_equal(dest, wanted)
@@ -220,6 +220,7 @@ def write_rows(
     [([3, 0, 8], None, True), ([3, 0, 8], 2, True), ([3, 3, 9], 1, True), ([3, -1], 0, True),
      ([], None, True), ([8], None, True), ([3, 0, 9], None, False), ([3, -1], None, False),
      ([3, 0, 3], None, False), ([3, 0], 3, False), ([3, 0], -1, False), ([2, 1, 2], 3, False),
+     ([1, 2, 2], None, False),
      ([2**40], None, False)],
 )  # fmt: skip
 def test_write_rows(

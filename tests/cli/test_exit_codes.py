@@ -37,6 +37,12 @@ USAGE = {
     "empty stop string": ["generate", "a", "--stop", ""],
     "negative seed": ["generate", "a", "--seed", "-1"],
     "no new tokens": ["generate", "a", "--max-new-tokens", "0"],
+    "no file of prompts": ["serve-batch"],
+    "file of prompts that is not there": ["serve-batch", "/nowhere/prompts.txt"],
+    "empty batch": ["serve-batch", "-", "--batch", "0"],
+    "no blocks": ["serve-batch", "-", "--blocks", "0"],
+    "batch with a top-k of nothing": ["serve-batch", "-", "--top-k", "0"],
+    "batch with an empty stop string": ["serve-batch", "-", "--stop", ""],
 }
 
 
@@ -125,7 +131,8 @@ def test_interrupt_is_130_and_silent(run, monkeypatch):
 
 def test_version_and_help(run):
     assert run("--version") == (0, f"lazykv {lazykv.__version__}\n", "")
-    for command in ([], ["graph"], ["graph", "dump"], ["graph", "inspect"], ["plan"], ["generate"]):
+    commands = [[], ["graph"], ["graph", "dump"], ["graph", "inspect"], ["plan"], ["generate"]]
+    for command in [*commands, ["serve-batch"]]:
         done = run(*command, "--help")
         assert done.code == 0
         assert done.out.startswith("usage: " + " ".join(["lazykv", *command]))

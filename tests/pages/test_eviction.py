@@ -78,6 +78,7 @@ def test_a_handle_restores_once():
     s = session(pool, 4)
     handle = pool.evict(s).handle
     pool.restore(s, handle)
+    assert handle.payload is GONE
     with refused(pool, lk.StaleHandle, keep=(handle,)):
         pool.restore(s, handle)
     again = pool.evict(s).handle

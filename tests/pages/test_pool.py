@@ -314,6 +314,7 @@ def broken(damage: str) -> DictPool:
     "seq.filled = 5",
     "seq.table.pop()",
     "seq.table[0] = pool.evict(pool.open()).handle; blocks.release([0])",
+    "pool.evict_blocks(s, [0, 1]).handle.indices = (0,)",
     "pool._pins[0] = 1",
     "blocks.index[0].key = b''",
     "blocks.index[1].block = 5",

@@ -37,7 +37,7 @@ from lazykv.ids import FenceId, PrefixId
 ANY = st.integers(0, 59)
 WILD = [-1, 99]
 # Most indices are brought into range (`PoolMachine.place`), so that most verbs go through.
-INDEX = st.one_of(st.integers(0, 5), st.integers(0, 5), st.integers(0, 5), st.sampled_from(WILD))
+INDEX = st.sampled_from([*range(6)] * 4 + WILD)
 TOKENS = st.lists(st.integers(0, 1), max_size=6)
 WRONG = st.sampled_from([False] * 7 + [True])
 SALT = st.sampled_from([b"", b"", b"", b"s"])
@@ -47,8 +47,8 @@ Errors = set[type[LazyKvError]]
 
 
 class PoolMachine(RuleBasedStateMachine):
-    @initialize(blocks=st.integers(6, 12), size=st.integers(1, 4))
-    def build(self, blocks: int, size: int) -> None:
+    @initialize(blocks=st.integers(6, 12), size=st.integers(1, 4), prefix=st.booleans())
+    def build(self, blocks: int, size: int, prefix: bool) -> None:
         self.pool, self.model = DictPool(blocks, size), PoolModel(blocks, size)
         self.size = size
         self.stored: list[Stored] = []
@@ -60,12 +60,18 @@ class PoolMachine(RuleBasedStateMachine):
             self.open()
         self.append(0, [0, 1] * size)
         self.publish(0, b"", 0, [], 99)
-        self.register(0, 1)
+        if prefix:
+            self.register(0, 1)
 
     # Picking and calling
 
     def session(self, which: int) -> Session:
         return self.model.sessions[which % len(self.model.sessions)]
+
+    def target(self, which: int) -> Session:
+        """Mostly an empty session, which is what prefixes go to."""
+        empty = [s for s in self.model.sessions if not s.cells]
+        return empty[which % len(empty)] if empty and which % 8 else self.session(which)
 
     def call(
         self, errors: Errors, action: Callable[[], Any], need: int = 0, keep: Any = None
@@ -119,7 +125,6 @@ class PoolMachine(RuleBasedStateMachine):
 
     # Sequences
 
-    @rule()
     def open(self) -> None:
         if len(self.model.sessions) < MOST_SESSIONS:
             self.add(self.pool.open())
@@ -150,6 +155,12 @@ class PoolMachine(RuleBasedStateMachine):
         errors = self.idle(s) | ({RangeError} if n < 0 else set())
         if self.call(errors, lambda: self.pool.truncate(s.handle, n))[0] and n < len(s.cells):
             self.model.truncate(s, n)
+
+    @rule(which=ANY, cut=ANY, tokens=TOKENS)
+    def speculate(self, which: int, cut: int, tokens: list[int]) -> None:
+        """Drop some tokens and write others in their place."""
+        self.truncate(which, cut, False)
+        self.append(which, tokens)
 
     @rule(which=ANY)
     def discard(self, which: int) -> None:
@@ -230,9 +241,19 @@ class PoolMachine(RuleBasedStateMachine):
                 edited += len(dst.cells) - start * self.size
             self.model.share(dst, src.table[start:end], cells, foreign, edited)
 
+    @rule(which=ANY, token=st.integers(0, 1), start=INDEX, end=INDEX)
+    def paste(self, which: int, token: int, start: int, end: int) -> None:
+        """Blocks of one session behind others in a new one."""
+        if len(self.model.sessions) < MOST_SESSIONS:
+            self.open()
+            last = len(self.model.sessions) - 1
+            self.append(last, [token] * self.size)
+            self.splice(which, last, start, end)
+            self.publish(last, b"", 0, [], 99)
+
     @rule(which=ANY, other=ANY, k=INDEX)
     def splice_prefix(self, which: int, other: int, k: int) -> None:
-        src, dst = self.session(which), self.session(other)
+        src, dst = self.session(which), self.target(other)
         k = self.place(k, len(src.table))
         errors = self.idle(src, dst) | self.full(src, k) | self.empty(dst)
         done, n = self.call(errors, lambda: self.pool.splice_prefix(src.handle, dst.handle, k))
@@ -278,7 +299,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.prefixes)
     @rule(which=ANY, other=ANY)
     def splice_prefix_from(self, which: int, other: int) -> None:
-        prefix, dst = self.prefix(which), self.session(other)
+        prefix, dst = self.prefix(which), self.target(other)
         errors = self.idle(dst) | self.empty(dst) | self.epoch(prefix)
         done, n = self.call(errors, lambda: self.pool.splice_prefix_from(prefix.real, dst.handle))
         if done:
@@ -403,7 +424,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.leases)
     @rule(which=ANY, other=ANY)
     def splice_lease(self, which: int, other: int) -> None:
-        lease, dst = self.lease(which), self.session(other)
+        lease, dst = self.lease(which), self.target(other)
         errors = self.idle(dst) | self.empty(dst)
         done, n = self.call(errors, lambda: lease.real.splice_into(dst.handle), keep=lease.real)
         if done:
@@ -430,14 +451,16 @@ class PoolMachine(RuleBasedStateMachine):
         self.open()
         last = len(self.model.sessions) - 1
         self.lookup(which, cut, extra, b"")
-        self.splice_lease(len(self.model.leases) - 1, last)
+        lease = self.model.leases[-1]
+        assert lease.real.splice_into(self.model.sessions[-1].handle) == len(lease.cells)
+        self.model.share(self.model.sessions[-1], lease.blocks, lease.cells, None, None)
         self.release_lease(len(self.model.leases) - 1)
         self.append(last, extra * self.size)
         self.publish(last, b"", 0, [], 99)
         if not keep:
             self.discard(last)
 
-    @rule(model=st.sampled_from([0, 0, 0, 1]))
+    @rule(model=st.integers(0, 1))
     def use_model(self, model: int) -> None:
         self.pool.use_model(("m", model) if model else ())
         self.model.use_model(model)

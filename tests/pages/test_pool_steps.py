@@ -207,6 +207,7 @@ def test_a_waiting_block_is_found_and_then_cached():
     assert (pool.free_blocks(), pool.cached_blocks()) == (1, 0)
     with pool.lookup(range(4)) as lease:
         assert (lease.tokens, refs(pool)) == (4, [1, 1, 0])
+        pool.check()
     assert pool.free_blocks() == 1
     pool.close_fence(fence)
     assert (pool.free_blocks(), pool.cached_blocks()) == (3, 2)

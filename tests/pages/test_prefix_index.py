@@ -31,6 +31,13 @@ def test_a_branch_shares_the_blocks_before_it():
     assert pool.cached_blocks() == 3
 
 
+def test_the_same_tokens_behind_others_are_another_block():
+    pool = DictPool(8, 2)
+    for tokens in ([3, 4], [1, 2, 3, 4], [5, 6, 3, 4]):
+        published(pool, tokens)
+    assert [found(pool, t) for t in ([1, 2, 3, 4], [5, 6, 3, 4], [9, 9, 3, 4])] == [4, 4, 0]
+
+
 def test_equal_tokens_are_indexed_once_and_what_follows_builds_on_them():
     pool = DictPool(8, 2)
     a = published(pool, [1, 2], keep=True)
@@ -221,12 +228,11 @@ def test_another_model_finds_nothing():
     published(pool, [5, 6])
     pool.use_model(("m", 1))
     assert found(pool, [1, 2, 3, 4]) == 4
-    for key in (("m", 2), ("m", True), ("m", 1.0), (("m", 1),), ()):
+    for key in (("m", True), ("m", 1.0), (("m", 1),), (), ("m", 0.0), ("m", -0.0), ("m", 1)):
         pool.use_model(key)
-        assert (found(pool, [1, 2, 3, 4]), pool.cached_blocks()) == (0, 0)
+        assert (found(pool, [1, 2, 3, 4]), found(pool, [5, 6]), pool.cached_blocks()) == (0, 0, 0)
         assert pool.publish(s, [1, 2, 3, 4]) == 0
-    pool.use_model(("m", 1))
-    assert pool.publish(s, [1, 2, 3, 4]) == 0
+        published(pool, [5, 6])
     assert pool.free_blocks() == 6
 
 
@@ -243,6 +249,19 @@ def test_blocks_of_an_old_model_are_never_published():
     for old in (s, shared):
         assert pool.publish(old, range(6)) == 0
     assert (pool.publish(fresh, [0, 1]), found(pool, range(6))) == (1, 2)
+
+
+@pytest.mark.parametrize("moved", ["copied", "restored"])
+def test_a_block_keeps_its_age_when_it_moves(moved):
+    pool = DictPool(8, 2)
+    s = session(pool, 1)
+    pool.use_model(("m", 1))
+    if moved == "copied":
+        pool.fork(s)
+    else:
+        pool.restore(s, pool.evict(s).handle)
+    pool.feed(s, [1])
+    assert pool.publish(s, [0, 1]) == 0
 
 
 # Bad input

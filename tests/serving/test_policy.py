@@ -1,5 +1,7 @@
 """What a policy is shown, what it may decide, and answers that are refused."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from solo import ask, finish, random_asks
@@ -84,6 +86,18 @@ def test_views_of_the_preempted(model):
     finish(engine)
 
 
+def test_first_come_first_served():
+    """By age, preempted or not, up to the batch, sparing a block for each that runs."""
+
+    def views(*ids):
+        return tuple(RequestView(id, 4, 0, 0, 0, 1) for id in ids)
+
+    view = View(views(7, 8, 9), views(2, 6), views(5, 3), 10, 20, max_batch=6)
+    assert first_come_first_served(view) == Decision(admit=(3, 5, 7, 8), spare=2)
+    assert first_come_first_served(replace(view, max_batch=2)) == Decision(spare=2)
+    assert first_come_first_served(replace(view, blocks_short=1)) == Decision(preempt=(6,))
+
+
 def last_come_first_served(view: View) -> Decision:
     """The youngest requests run; the oldest running one gives way to one that waits."""
     if view.blocks_short:
@@ -122,6 +136,23 @@ def test_blocks_to_spare(model, spare, n):
     engine = Engine(model, model.new_pool(7, 4), max_batch=3, policy=policy)
     requests = [engine.submit(tokens(7, seed), 20) for seed in range(3)]
     assert engine.step().admitted == requests[:n]
+
+
+def test_room_that_those_who_run_are_about_to_need(model):
+    """Two blocks are free, and the first request is at the end of its second: a prompt of two
+    blocks has to wait, one of one block need not."""
+    for n, admitted in ((7, False), (4, True)):
+
+        def policy(view: View) -> Decision:
+            return Decision(admit=() if view.blocks_short else tuple(r.id for r in view.waiting))
+
+        engine = Engine(model, model.new_pool(4, 4), policy=policy)
+        first = engine.submit(tokens(7, 1), 20)
+        engine.step()
+        assert engine.pool.free_blocks() == 2
+        second = engine.submit(tokens(n, 2), 1)
+        assert (second in engine.step().admitted) is admitted
+        assert first.preemptions == 0
 
 
 FIRST = {

@@ -183,6 +183,57 @@ def test_blocks_shared_at_first_are_evicted_later(model):
     assert second.recomputations == 0
 
 
+def test_what_the_preempted_hold_goes_before_anybody_gives_way(model):
+    """As above, but with two that run: the room is found without preempting either of them."""
+    orders = Orders()
+    shared = tokens(16, 7)
+    asks = [ask(model, [*shared, n, 4, 5], max_new_tokens=3 + 9 * (n == 4)) for n in (3, 4)]
+    asks += [ask(model, tokens(7, n), max_new_tokens=12) for n in (8, 9)]
+    engine = Engine(model, model.new_pool(13, 4), policy=orders)
+    first, second, *others = (a.submit(engine) for a in asks)
+    orders.hold = {r.id for r in others}
+    engine.step()
+    orders.preempt, orders.hold = [second], {second.id}
+    while not all(r.ended for r in others):
+        engine.step()
+        if first.ended and second.id in engine._queues.preempted:
+            held = engine._queues.preempted[second.id].rows.held
+    assert held == 0
+    assert [r.preemptions for r in (first, *others)] == [0, 0, 0]
+    orders.hold = set()
+    finish(engine)
+    for a, request in zip(asks, (first, second, *others), strict=True):
+        a.check(request)
+    assert second.recomputations == 0
+
+
+def test_one_that_goes_on_alone_gets_the_blocks_that_the_preempted_share(model):
+    """Six blocks are to come back and five are free: of two others, which share five, one is
+    forgotten."""
+    orders = Orders()
+    shared = tokens(20, 7)
+    long = ask(model, tokens(23, 1), max_new_tokens=6)
+    asks = [long, *(ask(model, [*shared, n], max_new_tokens=6) for n in (3, 4))]
+    engine = Engine(model, model.new_pool(10, 4), policy=orders)
+    requests = [a.submit(engine) for a in asks]
+    orders.hold = {r.id for r in requests[1:]}
+    engine.step()
+    orders.preempt, orders.hold = requests[:1], {requests[0].id}
+    engine.step()
+    job = engine._queues.preempted[requests[0].id]
+    assert job.rows.missing == 6
+    orders.preempt, orders.hold = requests[1:], {r.id for r in requests[1:]}
+    report = engine.step()
+    assert report.preempted == requests[1:]
+    assert report.admitted == requests[:1]
+    assert engine.pool.free_blocks() >= 3
+    orders.hold = set()
+    finish(engine)
+    for a, request in zip(asks, requests, strict=True):
+        a.check(request)
+    assert [r.recomputations for r in requests] in ([0, 0, 1], [0, 1, 0])
+
+
 def test_blocks_that_only_the_preempted_share_are_given_up_last(model):
     """Two preempted requests hold the same blocks, so neither can store them: one is forgotten."""
     orders = Orders()

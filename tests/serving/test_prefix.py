@@ -7,6 +7,7 @@ from solo import ask, check_nothing_left, finish, random_asks
 import lazykv as lk
 from lazykv.models.weights import random_weights
 from lazykv.serving import Engine
+from lazykv.serving.rows import Rows
 
 
 def tokens(n: int, seed: int) -> list[int]:
@@ -29,6 +30,39 @@ def test_a_full_hit_recomputes_one_token_and_copies_its_block(model, size, copie
         assert (request.prefill_tokens, request.tokens_found) == (1, 15)
         assert engine.pool.stats.blocks_copied - before.blocks_copied == copied
     assert engine.decoder.tokens_run == (16 + 4) + 3 * (1 + 4)
+
+
+def test_nothing_stays_pinned_once_the_copy_is_made(model):
+    a = ask(model, tokens(16, 0), max_new_tokens=5)
+    engine = Engine(model, model.new_pool(64, 4))
+    a.submit(engine)
+    finish(engine)
+    request = a.submit(engine)
+    engine.step()
+    assert not request.ended
+    assert engine.pool.stats.blocks_copied == 1
+    assert not engine.pool._pins
+    finish(engine)
+    a.check(request)
+
+
+def test_a_full_hit_that_gives_way_before_its_step(model):
+    """It holds nothing of its own yet, so there is nothing to store, and nothing stays pinned."""
+    pool = model.new_pool(16, 4)
+    engine = Engine(model, pool)
+    prompt = tokens(16, 0)
+    engine.submit(prompt, 1)
+    finish(engine)
+    rows = Rows(pool, b"", True)
+    assert rows.begin(prompt) == 15
+    assert (rows.filled, rows.held, rows.missing, len(pool._pins)) == (15, 4, 0, 4)
+    assert rows.evict() == 4
+    assert (rows.filled, rows.held, rows.missing, len(pool._pins)) == (15, 0, 4, 0)
+    assert rows.needed(1) == 4
+    rows.restore()
+    assert (rows.held, rows.missing, rows.needed(1), rows.needed(2)) == (4, 0, 0, 1)
+    rows.drop()
+    check_nothing_left(engine)
 
 
 def test_a_full_hit_in_a_pool_without_room_for_a_copy(model):

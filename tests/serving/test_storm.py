@@ -76,8 +76,8 @@ def stormy_engine(model, policy):
 
 
 def storm(engine, asks, weather, rng):
-    """Requests as they come and go; (ask, request) of all, and plans built by each round."""
-    sent, built = [], []
+    """Requests as they come and go: every ask with its request."""
+    sent, rounds = [], 0
     while len(sent) < REQUESTS or not engine.idle:
         weather.change()
         for _ in range(int(rng.integers(0, 4))):
@@ -89,9 +89,9 @@ def storm(engine, asks, weather, rng):
                 request.cancel()
         engine.step()
         engine.pool.check()
-        built.append(lk.stats().plans_built)
-        assert len(built) < 40 * REQUESTS
-    return sent, built
+        rounds += 1
+        assert rounds < 40 * REQUESTS
+    return sent
 
 
 @pytest.mark.parametrize("fair", [True, False])
@@ -106,7 +106,8 @@ def test_everyone_who_finishes_has_the_right_tokens(model, fair):
     with stormy_engine(model, policy) as (engine, backend, store):
         weather = Weather(rng, backend, store, engine.pool)
         before = lk.stats().plans_built
-        sent, built = storm(engine, asks, weather, rng)
+        sent = storm(engine, asks, weather, rng)
+        built = lk.stats().plans_built - before
         check_requests(sent)
         assert weather.refused > REQUESTS / 50
         # What a store would not delete at once is deleted with the next that is.
@@ -115,8 +116,7 @@ def test_everyone_who_finishes_has_the_right_tokens(model, fair):
         check_nothing_left(engine)
     # A plan for each bucket, and three that copy, read and write blocks.
     assert {(plan.batch, plan.seq) for plan in engine.decoder.plans} <= BUCKETS
-    assert built[-1] - before <= len(BUCKETS) + 3
-    assert built[len(built) // 2] >= built[-1] - 1
+    assert built <= len(BUCKETS) + 3
 
 
 def check_requests(sent) -> None:

@@ -116,6 +116,30 @@ def test_a_second_driver_is_refused(model):
     a.check(late)
 
 
+def test_a_stream_takes_what_another_threads_round_gave(model):
+    """It waits for the round that runs and runs none of its own."""
+    inside, leave, rounds = threading.Event(), threading.Event(), []
+
+    def policy(view):
+        rounds.append(threading.current_thread())
+        inside.set()
+        assert leave.wait(30)
+        return lk.serving.first_come_first_served(view)
+
+    engine = Engine(model, model.new_pool(20, 4), policy=policy)
+    request = engine.submit(tokens(5, 1), 9)
+    with ThreadPoolExecutor(2) as threads:
+        stepping = threads.submit(engine.step)
+        assert inside.wait(30)
+        waiting = threads.submit(next, request.stream())
+        with pytest.raises(TimeoutError):
+            waiting.result(timeout=0.2)
+        leave.set()
+        assert waiting.result() is request.pieces[0]
+        stepping.result()
+    assert len(rounds) == 1
+
+
 def test_cancelled_before_anything_ran(model):
     engine = Engine(model, model.new_pool(20, 4))
     request, other = engine.submit(tokens(5, 1), 5), engine.submit(tokens(6, 2), 5)
