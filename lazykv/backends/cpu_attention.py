@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from lazykv.backends.cpu_rows import divide_rows, exp_in_place, widen_rows
+from lazykv.backends.cpu_rows import divide_rows, exp_in_place, score_rows, widen_rows
 from lazykv.device import Array, Call, Kernel, Step
 from lazykv.dtypes import f32
 from lazykv.ops.attention import Attention
@@ -56,7 +56,7 @@ def _attention(call: Call) -> Iterable[Step]:
         if q.shape[2] == 1:
             groups = q.shape[1] // k.shape[1]
             shape = (k.shape[1], groups, q.shape[3])
-            args = (q[b].reshape(shape), np.swapaxes(k[b], 1, 2), v[b],
+            args = (q[b].reshape(shape), k[b], v[b],
                     call.out[b].reshape(*shape[:2], v.shape[3]))  # fmt: skip
             steps.append((_attend_one, (op, scale, length, *args, *call.scratch)))
         else:
@@ -117,10 +117,10 @@ def _check_length(op: Attention, q: Spec, k: Spec, length: Array) -> None:
 
 
 def _attend_one(
-    op: Attention, scale: Array, source: tuple[Any, Any], q: Array, kt: Array, v: Array, out: Array,
+    op: Attention, scale: Array, source: tuple[Any, Any], q: Array, k: Array, v: Array, out: Array,
     flat: Array, scaled: Array, total: Array,
 ) -> None:  # fmt: skip
-    """One query per head: q ``[Hkv, G, D]``, kt ``[Hkv, D, S]``, v ``[Hkv, S, Dv]``.
+    """One query per head: q ``[Hkv, G, D]``, k ``[Hkv, S, D]``, v ``[Hkv, S, Dv]``.
 
     The softmax stays unnormalized and the ``[G, Dv]`` result is divided instead.
     """
@@ -133,7 +133,7 @@ def _attend_one(
     heads, groups, _ = q.shape
     scores = flat[: heads * groups * n].reshape(heads, groups, n)
     np.multiply(q, scale, scaled)
-    np.matmul(scaled, kt[:, :, first:live], scores)
+    score_rows(scaled, k[:, first:live], scores)
     np.maximum.reduce(scores, 2, None, total, True)  # type: ignore[call-overload]
     exp_in_place(scores, total)
     np.add.reduce(scores, 2, None, total, True)  # type: ignore[call-overload]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lazykv.backends.cpu_body import portable
-from lazykv.backends.cpu_rows import LEAST, divide_rows, exp_in_place
+from lazykv.backends.cpu_rows import LEAST, divide_rows, exp_in_place, score_rows
 from lazykv.backends.cpu_walk import Limits, Rows, Sequences
 from lazykv.device import Array, Call, Kernel, Step
 from lazykv.dtypes import f32
@@ -23,10 +23,6 @@ than a copy."""
 
 _SCORE_BYTES = 2 << 20
 """Scratch for the scores of several queries on one tile."""
-
-_SMALL_PRODUCT, _FEW_LINES = 1200, 24
-"""Scores up to which OpenBLAS multiplies by transposed rows without packing them first, and lines
-of queries up to which several such products are quicker than one that packs."""
 
 
 def runs_paged(op: PagedAttention, ins: tuple[Spec, ...], out: Spec) -> bool:
@@ -104,7 +100,7 @@ def _attend_one(
         np.multiply(q[b], scale, scaled)
         scores = flat[: heads * groups * n].reshape(heads, groups, n)
         for start, rows, blocks in pieces:
-            _score(scaled, keys.read(start, rows, blocks), scores[:, :, at : at + rows])
+            score_rows(scaled, keys.read(start, rows, blocks), scores[:, :, at : at + rows])
             at += rows
         np.maximum.reduce(scores, 2, None, total, True)  # type: ignore[call-overload]
         exp_in_place(scores, total)
@@ -117,17 +113,6 @@ def _attend_one(
                 np.add(mine, more, mine)
             at += rows
         divide_rows(mine, total)
-
-
-def _score(queries: Array, rows: Array, out: Array) -> None:
-    """``queries @ rows^T`` per head."""
-    lines, n = queries.shape[1], rows.shape[1]
-    if lines * n <= _SMALL_PRODUCT or lines > _FEW_LINES:
-        np.matmul(queries, rows.mT, out)
-        return
-    step = _SMALL_PRODUCT // lines
-    for at in range(0, n, step):
-        np.matmul(queries, rows[:, at : at + step].mT, out[:, :, at : at + step])
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +172,7 @@ def _fold(
     part = _cut(online.scaled, (*lines, dim))
     np.multiply(q[:, :, mine], scale, part.reshape(*folded, dim))
     scores, top = _cut(online.scores, (*lines, n)), _cut(online.peak, (*lines, 1))
-    _score(part, k, scores)
+    score_rows(part, k, scores)
     _hide(window, place, low, scores.reshape(*folded, n))
     tops, totals, sums = online.tops[:, :, mine], online.totals[:, :, mine], out[:, :, mine]
     np.maximum.reduce(scores, 2, None, top, True)  # type: ignore[call-overload]

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from lazykv.backends.cpu_rows import divide_rows, exp_in_place, widen_rows
+from lazykv.backends.cpu_rows import divide_rows, exp_in_place, score_rows, widen_rows
 from lazykv.device import Array, Call, Kernel, Step
 from lazykv.dtypes import f32
 from lazykv.ops.ring_attention import RingAttention
@@ -128,7 +128,7 @@ def _score(queries: Array, keys: list[Array], scores: Array) -> None:
     at = 0
     for rows in keys:
         n = rows.shape[1]
-        np.matmul(queries, np.swapaxes(rows, 1, 2), scores[:, :, at : at + n])
+        score_rows(queries, rows, scores[:, :, at : at + n])
         at += n
 
 

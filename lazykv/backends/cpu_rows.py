@@ -1,4 +1,4 @@
-"""What the CPU's attention kernels share: rows widened to f32, and the softmax in place."""
+"""What the CPU's attention kernels share: rows widened to f32, scores, the softmax in place."""
 
 import numpy as np
 
@@ -31,3 +31,19 @@ def divide_rows(out: Array, total: Array) -> None:
     """``out / total``; a total of 0 divides zeros, which stay zeros."""
     np.maximum(total, _TINY, out=total)
     np.divide(out, total, out)
+
+
+_SMALL_PRODUCT, _FEW_LINES = 1200, 24
+"""Scores up to which OpenBLAS multiplies by transposed rows without packing them first, and lines
+of queries up to which several such products are quicker than one that packs."""
+
+
+def score_rows(queries: Array, rows: Array, out: Array) -> None:
+    """``queries @ rows^T`` per head: ``[H, G, D]`` by ``[H, n, D]``."""
+    lines, n = queries.shape[1], rows.shape[1]
+    if lines * n <= _SMALL_PRODUCT or lines > _FEW_LINES:
+        np.matmul(queries, rows.mT, out)
+        return
+    step = _SMALL_PRODUCT // lines
+    for at in range(0, n, step):
+        np.matmul(queries, rows[:, at : at + step].mT, out[:, :, at : at + step])

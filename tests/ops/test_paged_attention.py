@@ -21,7 +21,7 @@ from toy_backends import (
 )
 
 import lazykv as lk
-from lazykv.backends import cpu_paged
+from lazykv.backends import cpu_paged, cpu_rows
 from lazykv.backends.cpu_walk import walk
 from lazykv.errors import DTypeError, RangeError, ShapeError
 from lazykv.runtime.plan_cache import plan_cache
@@ -114,7 +114,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     few queries at once."""
     monkeypatch.setattr(cpu_paged, "_TILE_BYTES", 8 * 64)
     monkeypatch.setattr(cpu_paged, "_VIEW_BYTES", 4 * 64)
-    monkeypatch.setattr(cpu_paged, "_SMALL_PRODUCT", 30)
+    monkeypatch.setattr(cpu_rows, "_SMALL_PRODUCT", 30)
     monkeypatch.setattr(cpu_paged, "_SCORE_BYTES", 400)
     plan_cache.clear()  # programs know how much scratch the kernel needs
     yield

@@ -273,7 +273,7 @@ __device__ inline void store(const AttentionArgs& a, const Task& t, Sums& sums, 
     }
 }
 
-// Results from the parts of all splits, one block a line. A part that saw nothing has no say.
+// Results from the parts of all splits, one block a line. A part that saw nothing weighs nothing.
 extern "C" __global__ void __launch_bounds__(128)
 lazykv_attention_reduce(QUERY* __restrict__ out, const float* __restrict__ part_values,
                         const float* __restrict__ part_stats, i64 lines, i64 splits) {
@@ -285,7 +285,6 @@ lazykv_attention_reduce(QUERY* __restrict__ out, const float* __restrict__ part_
         for (int column = threadIdx.x; column < VALUE_DIM; column += blockDim.x) {
             float value = 0;
             for (i64 s = 0; s < splits; s++) {
-                if (stats[2 * s + 1] == 0) continue;
                 value += part_values[(line * splits + s) * VALUE_DIM + column]
                          * share(stats[2 * s], top);
             }

@@ -192,7 +192,9 @@ def gemv_lines(m: int) -> int:
     return _power_of_two(m)
 
 
-def gemv_vec(itemsize: int, n: int, steps: Iterable[int] = (), addresses: Iterable[int] = ()) -> int:
+def gemv_vec(
+    itemsize: int, n: int, steps: Iterable[int] = (), addresses: Iterable[int] = ()
+) -> int:
     """VEC for n columns of `itemsize` bytes; `steps` and `addresses` are those of the matrix."""
     return _load_width(itemsize, (n, *steps), addresses)
 
