@@ -358,6 +358,8 @@ class SequencePool:
             must(len(seq.table) == self.geometry.blocks_for(seq.filled), "a slot per block")
             for handle in seq.handles():
                 must(handle.session == session, "a handle covers slots of its own session")
+                there = [i for i, slot in enumerate(seq.table) if slot is handle]
+                must(handle.spent or there == sorted(handle.indices), "a good one covers all")
         holders = self._holders()
         for block, count in enumerate(self._blocks.refs):
             must(count == holders.get(block, 0), "a count is the number of holders")

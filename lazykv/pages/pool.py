@@ -90,7 +90,7 @@ class KvBlockPool(SteppedPool):
         if not isinstance(handle, EvictHandle):
             raise PoolError(f"restore: got {type(handle).__name__}, need an EvictHandle")
         owner = self._sequences.get(handle.session)
-        if handle.spent or owner is None or not _covers(handle, owner):
+        if handle.spent or owner is None:
             raise StaleHandle(f"restore: got {handle!r}, need one whose slots are as it left them")
         seq = self._idle("restore", session)
         if seq is not owner:
@@ -116,8 +116,3 @@ class KvBlockPool(SteppedPool):
             f"{type(self).__name__}({g.num_blocks} blocks of {g.block_size} tokens, "
             f"{self.free_blocks()} free, {len(self._sequences)} sessions)"
         )
-
-
-def _covers(handle: EvictHandle, seq: Sequence) -> bool:
-    """Whether every slot of a handle is still the one it detached."""
-    return all(i < len(seq.table) and seq.table[i] is handle for i in handle.indices)

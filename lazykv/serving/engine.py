@@ -1,9 +1,8 @@
 """The engine: requests come in at any time, and every round moves those that run on by a token."""
 
-import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import SupportsIndex
 
 import numpy as np
@@ -24,6 +23,7 @@ from lazykv.serving.report import StepReport
 from lazykv.serving.request import Request
 from lazykv.serving.room import Room
 from lazykv.serving.rows import Rows
+from lazykv.serving.turns import Turns
 
 MAX_FAILURES = 3
 """Steps of a request that may fail one after the other before it ends."""
@@ -73,8 +73,7 @@ class Engine:
         self._inbox: deque[Job] = deque()
         self._model_key = model.model_key
         self._owner = Owner()
-        self._round = threading.Lock()
-        self._round_in = 0
+        self._turns = Turns()
 
     def submit(
         self, prompt: str | Iterable[SupportsIndex], max_new_tokens: SupportsIndex = 128,
@@ -113,7 +112,7 @@ class Engine:
         error. Raises what the policy raises, and RangeError or DTypeError for an answer that cannot
         be followed; the next call goes on from there.
         """
-        with self._in_round("step"):
+        with self._turns.take("Engine.step"):
             return self._run_round()
 
     @exclusive
@@ -126,24 +125,15 @@ class Engine:
         return self._owner.hold(who)
 
     def _drive(self, request: Request, given: int) -> None:
-        """For a stream that has given so many pieces: run a round, unless another thread has just
-        done so and there is something new."""
-        with self._in_round("stream"):
-            if len(request.pieces) == given and not request.ended:
-                self._run_round()
+        """For a stream that has given so many pieces: run a round, or wait for that of another
+        thread, unless there is something new."""
 
-    @contextmanager
-    def _in_round(self, who: str) -> Iterator[None]:
-        """One round at a time. Other threads wait for it, since a round is short."""
-        me = threading.get_ident()
-        if self._round_in == me:
-            raise SessionBusy(f"Engine.{who}: got a call from within a round, need it to end")
-        with self._round:
-            self._round_in = me
-            try:
-                yield
-            finally:
-                self._round_in = 0
+        def news() -> bool:
+            return len(request.pieces) > given or request.ended
+
+        with self._turns.take_unless("Engine.stream", news) as taken:
+            if taken:
+                self._run_round()
 
     # A round
 
@@ -185,13 +175,11 @@ class Engine:
         had its share. Nobody starts a prompt before the one that runs is through."""
         q, budget = self._queues, self.max_chunk
         everyone = {**q.waiting, **q.preempted}
-        line, gave_way = deque(everyone[id] for id in decision.admit), len(q.report.preempted)
+        line = deque(everyone[id] for id in decision.admit)
         while True:
             while line and (q.in_prompt() is None or line[0].left == 1):
-                # Nobody overtakes one that does not fit, or that had to give way just now.
-                fits = len(q.report.preempted) == gave_way
-                if not fits or not self._room.admit(line.popleft(), decision.spare):
-                    line.clear()
+                if not self._room.admit(line.popleft(), decision.spare):
+                    line.clear()  # nobody overtakes one that does not fit
             job = q.in_prompt()
             if job is None or budget == 0:
                 return

@@ -57,7 +57,8 @@ class Request:
     @property
     def text(self) -> str:
         """Text generated so far. What may be half a character or begin a stop string is held back
-        until it is not, or until the last token."""
+        until it is not, or until the token that is the last; an end without one lets nothing out.
+        """
         return "".join(self.pieces)
 
     @property
@@ -83,8 +84,7 @@ class Request:
                 yield piece
             if ended:
                 break
-            if given == len(self.pieces):
-                self._drive(self, given)
+            self._drive(self, given)
         if self.error is not None:
             raise self.error
 

@@ -59,10 +59,8 @@ class Room:
                 if new:
                     job.rows.drop()
                 return False
-        while job.rows.missing > pool.free_blocks():
-            if not self._reclaim(keep=job):
-                self._queues.finish(job, "capacity")
-                return False
+        while job.rows.missing > pool.free_blocks() and self._reclaim(keep=job):
+            pass
         if not self._restore(job):
             return False
         job.request.tokens_found += found

@@ -140,6 +140,29 @@ def test_a_stream_takes_what_another_threads_round_gave(model):
     assert len(rounds) == 1
 
 
+def test_a_stream_gets_its_pieces_while_another_thread_runs_on_and_on(model):
+    """The policy lets no round begin before the stream has given what the last one made."""
+    given = threading.Semaphore(0)
+
+    def policy(view):
+        for running in view.running:
+            for _ in range(running.new_tokens - seen[0]):
+                assert given.acquire(timeout=30)
+            seen[0] = running.new_tokens
+        return lk.serving.first_come_first_served(view)
+
+    seen = [0]
+    a = ask(model, tokens(5, 1), max_new_tokens=40)
+    engine = Engine(model, model.new_pool(20, 4), policy=policy)
+    request = a.submit(engine)
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(engine.run)
+        for _ in request.stream():
+            given.release()
+        running.result()
+    a.check(request)
+
+
 def test_cancelled_before_anything_ran(model):
     engine = Engine(model, model.new_pool(20, 4))
     request, other = engine.submit(tokens(5, 1), 5), engine.submit(tokens(6, 2), 5)
