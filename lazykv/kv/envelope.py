@@ -15,14 +15,21 @@ BytesLike: TypeAlias = bytes | bytearray | memoryview
 _MAGIC = b"LKVB"
 _VERSION = 1
 _HEADER = struct.Struct("<4sIQ32s")
-"""Magic, version, bytes of payload, SHA-256 of the payload: 48 bytes, so a payload is aligned."""
+"""Magic, version, bytes of payload, SHA-256 of key and payload: 48 bytes, so a payload is aligned."""
 
 
-def seal(payload: BytesLike) -> bytes:
-    """`payload` in an envelope that `open_sealed` can check."""
+def seal(payload: BytesLike, key: str) -> bytes:
+    """`payload` in an envelope that `open_sealed` can check, for this key and no other."""
     view = as_host_bytes("seal", payload).data
-    header = _HEADER.pack(_MAGIC, _VERSION, len(view), hashlib.sha256(view).digest())
+    header = _HEADER.pack(_MAGIC, _VERSION, len(view), _digest(view, key))
     return b"".join((header, view))
+
+
+def _digest(payload: memoryview, key: str) -> bytes:
+    """Of both: blocks that a store has swapped are found."""
+    digest = hashlib.sha256(key.encode() + b"\0")
+    digest.update(payload)
+    return digest.digest()
 
 
 def open_sealed(data: BytesLike, key: str) -> memoryview:
@@ -46,7 +53,7 @@ def open_sealed(data: BytesLike, key: str) -> memoryview:
         raise BlockStoreError(
             f"block {key!r}: got {len(payload)} bytes of payload, need {length} as its header says"
         )
-    found = hashlib.sha256(payload).digest()
+    found = _digest(payload, key)
     if found != digest:
         raise BlockStoreError(
             f"block {key!r}: got SHA-256 {found.hex()}, need {digest.hex()} as its header says"

@@ -316,7 +316,10 @@ class DeviceKvPool(KvBlockPool):
         self._retry_deletes()
         keys = [f"pool{self._alloc_id}-{self._keys + n}" for n in range(len(blocks))]
         self._keys += len(blocks)
-        sealed = [seal(self._moves.read(b).view(np.uint8).data) for b in blocks]
+        sealed = [
+            seal(self._moves.read(b).view(np.uint8).data, key)
+            for b, key in zip(blocks, keys, strict=True)
+        ]
         try:
             store_all(self._store, dict(zip(keys, sealed, strict=True)))
         except BaseException:

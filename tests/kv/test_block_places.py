@@ -201,7 +201,7 @@ def test_the_files_go_with_the_store(tmp_path):
 
 
 def test_a_torn_file_is_found(folder):
-    folder.put("a", seal(b"hello"))
+    folder.put("a", seal(b"hello", "a"))
     path = Path(folder.place, "block-a")
     path.write_bytes(path.read_bytes()[:-2])
     with pytest.raises(BlockStoreError, match="block 'a': got 3 bytes of payload, need 5"):
