@@ -186,14 +186,14 @@ class Backend(ABC):
         """The kernel for an op on these operands, or None if this backend has none."""
 
 
-_ENTRY_POINTS = "lazykv.backends"
+ENTRY_POINTS = "lazykv.backends"
 _BUILTIN = {
     "cpu": "lazykv.backends.cpu:CpuBackend",
     "sim": "lazykv.backends.sim:SimBackend",
 }
 _HINTS = {
     "cuda": "it takes CuPy (pip install 'lazykv[cuda13]' or 'lazykv[cuda12]') and a CUDA backend, "
-    f"which this version lacks; one may register as entry point 'cuda' in {_ENTRY_POINTS!r}",
+    f"which this version lacks; one may register as entry point 'cuda' in {ENTRY_POINTS!r}",
 }
 
 
@@ -255,7 +255,7 @@ def _load(kind: str) -> Backend:
         module, _, attribute = target.partition(":")
         made: Backend = getattr(importlib.import_module(module), attribute)()
         return made
-    for point in importlib.metadata.entry_points(group=_ENTRY_POINTS, name=kind):
+    for point in importlib.metadata.entry_points(group=ENTRY_POINTS, name=kind):
         try:
             made = point.load()()
         except LazyKvError:
@@ -267,7 +267,7 @@ def _load(kind: str) -> Backend:
             ) from e
         _check_version(kind, point.value, made)
         return made
-    hint = _HINTS.get(kind, f"install a package with an entry point {kind!r} in {_ENTRY_POINTS!r}")
+    hint = _HINTS.get(kind, f"install a package with an entry point {kind!r} in {ENTRY_POINTS!r}")
     raise BackendUnavailable(f"location kind {kind!r}: got no backend, need one; {hint}")
 
 

@@ -88,6 +88,8 @@ class Plan:
                 self._storages[n] = (kept or {}).get(t) or Storage.allocate(
                     t.shape, t.dtype, t.op.location
                 )
+        if not self.leaves:  # nothing will ever be bound
+            self._commit(self._registers.stage((), ()))
 
     # What a plan is
 

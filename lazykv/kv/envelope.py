@@ -15,7 +15,7 @@ BytesLike: TypeAlias = bytes | bytearray | memoryview
 _MAGIC = b"LKVB"
 _VERSION = 1
 _HEADER = struct.Struct("<4sIQ32s")
-"""Magic, version, bytes of payload, SHA-256 of key and payload: 48 bytes, so a payload is aligned."""
+"""Magic, version, bytes of payload, SHA-256 of key and payload: 48 bytes, which keep it aligned."""
 
 
 def seal(payload: BytesLike, key: str) -> bytes:

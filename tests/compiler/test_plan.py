@@ -24,6 +24,7 @@ from lazykv.errors import (
     TopologyChanged,
 )
 from lazykv.ops.elementwise import Neg
+from lazykv.ops.sources import Fill, SymValue
 from lazykv.ops.write import WriteSlice
 from lazykv.runtime.plan_cache import plan_cache
 
@@ -92,6 +93,15 @@ def test_SCH7_constants_are_snapshots() -> None:
     plan = lk.plan(g.const(data) + 1)
     data[:] = 50
     assert plan.run().tolist() == [2, 3]
+
+
+def test_a_graph_of_sources_alone_is_run() -> None:
+    g, n = lk.Graph(), lk.Sym("n")
+    fill, count = g.apply(Fill((2,), lk.f32, 1.5)), g.apply(SymValue((), lk.i64, n + 1))
+    plan = lk.plan([fill, count])
+    for value in (3, 8):
+        got = plan.run(env={n: value})
+        assert [a.tolist() for a in got] == [[1.5, 1.5], value + 1]
 
 
 def test_a_plan_for_a_list_returns_a_list() -> None:
