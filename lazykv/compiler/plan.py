@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from lazykv import config, counters
+from lazykv.compiler.bindings import LeafBindings, distinct_names, leaf_name
 from lazykv.compiler.captured import CapturedCalls
 from lazykv.compiler.failures import account, step_of_op, tear
 from lazykv.compiler.manifest import Manifest
@@ -19,10 +20,9 @@ from lazykv.device import (
     Step,
     device,
     generation,
-    host_array,
     registry,
 )
-from lazykv.dtypes import dtype, to_logical, to_raw
+from lazykv.dtypes import to_logical
 from lazykv.errors import (
     BindingError,
     GraphError,
@@ -35,9 +35,8 @@ from lazykv.errors import (
 )
 from lazykv.graph import Tensor
 from lazykv.ids import PlanId, next_plan_id
-from lazykv.ops.sources import Alloc, Placeholder
-from lazykv.spec import Spec
-from lazykv.storage import Claim, Storage, acquire_all, overlapping, release_all
+from lazykv.ops.sources import Placeholder
+from lazykv.storage import Claim, Storage, acquire_all, release_all
 from lazykv.symbols import EnvLike, Sym, SymEnv, as_int
 
 Bindings: TypeAlias = Mapping[Tensor, Any]
@@ -62,12 +61,9 @@ class Plan:
         self.symbols = tuple(symbols)
         self.single = single
         self.runs = 0
-        self._position = {t: n for n, t in enumerate(self.leaves)}
+        self._bound = LeafBindings(program, self.leaves, kept)
         # By id: a plan does not keep the nodes of its graph.
         self._traced = tuple(t.node_id for t in traced)
-        self._storages: list[Storage | None] = [None] * len(self.leaves)
-        self._inputs: dict[int, Storage] = {}
-        self._refills: dict[int, HostArray] = {}
         self._values = [0] * len(self.symbols)
         self.running = threading.Lock()
         # False where a failed write can have touched only rows that nobody counts.
@@ -77,17 +73,9 @@ class Plan:
         self._captured: CapturedCalls | None = None
         self._claims: tuple[Claim, ...] = ()
         self._watch: RowWatch | None = None
-        self._stale = set(range(len(self.leaves)))
         self._epoch = registry.epoch
         self._generations = {place: generation(place) for place in program.locations}
         self._bytes_moved = sum(_moved(program, s) for s in program.steps)
-        for n, t in enumerate(self.leaves):
-            if t.data is not None:
-                self._storages[n] = t.data
-            elif isinstance(t.op, Alloc):
-                self._storages[n] = (kept or {}).get(t) or Storage.allocate(
-                    t.shape, t.dtype, t.op.location
-                )
         if not self.leaves:  # nothing will ever be bound
             self._commit(self._registers.stage((), ()))
 
@@ -108,15 +96,7 @@ class Plan:
         scratch, copied-in inputs (a placeholder with no binding yet counts as one), private
         allocations and the results. A kernel that runs an op's portable body takes temporary
         arrays of its own on top while it runs."""
-        own = sum(s.nbytes for s in self._inputs.values())
-        own += sum(
-            t.spec.nbytes
-            for t, s in zip(self.leaves, self._storages, strict=True)
-            if s is None and isinstance(t.op, Placeholder)
-        )
-        for t, s in zip(self.leaves, self._storages, strict=True):
-            own += s.nbytes if s is not None and isinstance(t.op, Alloc) else 0
-        return self.program.arena_bytes + self.program.result_bytes + own
+        return self.program.arena_bytes + self.program.result_bytes + self._bound.own_bytes
 
     @property
     def manifest(self) -> Manifest:
@@ -124,8 +104,10 @@ class Plan:
         baked: dict[str, object] = {"structure": self.structure}
         bound: dict[str, str] = {}
         leaves = distinct_names([leaf_name(t, n) for n, t in enumerate(self.leaves)])
-        for n, (name, t, s) in enumerate(zip(leaves, self.leaves, self._storages, strict=True)):
-            if s is not None and n not in self._inputs:
+        for n, (name, t, s) in enumerate(
+            zip(leaves, self.leaves, self._bound.storages, strict=True)
+        ):
+            if s is not None and n not in self._bound.inputs:
                 baked[f"storage:{name}"] = int(s.id)
             elif isinstance(t.op, Placeholder):
                 bound[name] = str(t.spec)
@@ -167,132 +149,52 @@ class Plan:
         A tensor the plan does not need is ignored. Raises `BindingError` unless shape, dtype and
         location are what the placeholder declares; nothing is cast.
         """
-        n = self._position.get(tensor)
+        n = self._bound.position.get(tensor)
         if n is not None:
-            self._bind(n, self.check_binding(n, value))
-
-    def check_binding(self, n: int, value: object) -> Storage | HostArray:
-        """What a leaf may be bound to: the storage itself, or a host array in raw dtype."""
-        tensor, leaf = self.leaves[n], self.program.leaves[n]
-        who = leaf_name(tensor, n)
-        if not isinstance(tensor.op, Placeholder):
-            raise BindingError(f"bind: got {tensor!r}, need a placeholder")
-        if not isinstance(value, Storage):
-            array = host_array(value)
-            check_input(who, tensor.spec, array)
-            return to_raw(array)
-        if value.spec != leaf.spec:
-            raise BindingError(f"placeholder {who}: got {value.spec}, need {leaf.spec}")
-        if value.location != leaf.location:
-            raise BindingError(
-                f"placeholder {who}: got a storage on {value.location}, need one on {leaf.location}"
-            )
-        return value
-
-    def _bind(self, n: int, value: Storage | HostArray) -> None:
-        if isinstance(value, Storage):
-            self._inputs.pop(n, None)
-            self._refills.pop(n, None)
-            if self._storages[n] is not value:
-                self._storages[n] = value
-                self._stale.add(n)
-            return
-        store = self.input_storage(n)
-        if self.program.leaves[n].written:
-            self._refills[n] = np.array(value)
-            return
-        with store.write() as dest:
-            device(store.location).backend.copy_in(dest, value)
+            self._bound.put(n, self._bound.admit(n, value))
 
     def storage_of(self, tensor: Tensor) -> Storage:
         """The storage bound to a leaf now; BindingError if it has none or is not of this plan."""
-        store = self._storages[self._position[tensor]] if tensor in self._position else None
+        n = self._bound.position.get(tensor)
+        store = None if n is None else self._bound.storages[n]
         if store is None:
             raise BindingError(f"plan {self.id}: got {tensor!r}, need a bound leaf of the plan")
         return store
 
-    def input_buffer(self, n: int) -> Storage:
-        """Memory for a placeholder that takes arrays, made once; not bound by this."""
-        leaf = self.program.leaves[n]
-        if n not in self._inputs:
-            self._inputs[n] = Storage.allocate(leaf.spec.shape, leaf.spec.dtype, leaf.location)
-        return self._inputs[n]
-
-    def input_storage(self, n: int) -> Storage:
+    def input_storage(self, tensor: Tensor) -> Storage:
         """The plan's own buffer for a placeholder that takes arrays, bound to it."""
-        self.input_buffer(n)
-        if self._storages[n] is not self._inputs[n]:
-            self._storages[n] = self._inputs[n]
-            self._stale.add(n)
-        return self._inputs[n]
+        return self._bound.input_storage(self._bound.position[tensor])
 
     def resolve(self) -> None:
         """Make the calls for leaves whose storage changed; everything is checked first."""
-        if self._stale:
-            self._check_bindings(self._storages)
-            self._commit(self._registers.stage(self._storages, self._stale))
+        bound = self._bound
+        if bound.stale:
+            bound.check(bound.storages)
+            self._commit(self._registers.stage(bound.storages, bound.stale))
 
     def rebind(self, storages: Mapping[Tensor, Storage]) -> None:
         """Bind other storages to placeholders, all of them or none.
 
         Raises `BindingError` like `bind`, with everything as it was.
         """
-        asked = {self._position[t]: s for t, s in storages.items() if t in self._position}
+        bound = self._bound
+        asked = {bound.position[t]: s for t, s in storages.items() if t in bound.position}
         for n, store in asked.items():
-            self.check_binding(n, store)
-        changed = {n: s for n, s in asked.items() if self._storages[n] is not s}
-        after = [changed.get(n, store) for n, store in enumerate(self._storages)]
-        self._check_bindings(after)
-        staged = self._registers.stage(after, {*changed, *self._stale})
-        for n in changed:
-            self._inputs.pop(n, None)
-            self._refills.pop(n, None)
-        self._storages = after
+            bound.admit(n, store)
+        changed = {n: s for n, s in asked.items() if bound.storages[n] is not s}
+        after = [changed.get(n, store) for n, store in enumerate(bound.storages)]
+        bound.check(after)
+        staged = self._registers.stage(after, {*changed, *bound.stale})
+        bound.replace(after, list(changed))
         self._commit(staged)
 
     def _commit(self, staged: Staged) -> None:
         self._captured = None  # it refers to the old memory
         self._calls = self._registers.commit(staged)
-        self._claims = self._make_claims()
+        self._claims = self._bound.claims()
         if config.POISON:
-            self._watch = RowWatch(self.program, self._storages, self._registers)
-        self._stale.clear()
-
-    def _check_bindings(self, storages: Sequence[Storage | None]) -> None:
-        users: dict[int, list[int]] = {}
-        for n, store in enumerate(storages):
-            name = leaf_name(self.leaves[n], n)
-            if store is None:
-                raise BindingError(
-                    f"placeholder {name}: got no binding, need {self.leaves[n].spec}"
-                )
-            if self.program.leaves[n].written:
-                store.check_writable()
-            users.setdefault(store.id, []).append(n)
-        for same in users.values():
-            if len(same) > 1 and any(self.program.leaves[n].written for n in same):
-                raise self._shared(same)
-        for n, m in overlapping(storages):
-            if self.program.leaves[n].written or self.program.leaves[m].written:
-                raise self._shared((n, m))
-
-    def _shared(self, leaves: Sequence[int]) -> BindingError:
-        names = " and ".join(leaf_name(self.leaves[n], n) for n in leaves)
-        return BindingError(
-            f"{names}: got the same memory for all of them, need separate storages, because the "
-            "plan writes it"
-        )
-
-    def _make_claims(self) -> tuple[Claim, ...]:
-        claims: dict[int, Claim] = {}
-        for leaf, store in zip(self.program.leaves, self._storages, strict=True):
-            if store is not None and not store.frozen and not self._is_private(store):
-                written = leaf.written or (store.id in claims and claims[store.id][1])
-                claims[store.id] = (store, written)
-        return tuple(claims[i] for i in sorted(claims))
-
-    def _is_private(self, store: Storage) -> bool:
-        return any(store is s for s in self._inputs.values())
+            self._watch = RowWatch(self.program, self._bound.storages, self._registers)
+        self._bound.stale.clear()
 
     # Capture
 
@@ -309,7 +211,9 @@ class Plan:
         """
         self.check_topology()
         self.resolve()
-        self._captured = CapturedCalls(self.program, self._registers, self.symbols, self._storages)
+        self._captured = CapturedCalls(
+            self.program, self._registers, self.symbols, self._bound.storages
+        )
 
     def drop_capture(self) -> None:
         """Walk the calls again from the next pass on."""
@@ -341,25 +245,18 @@ class Plan:
             if bindings is not None and not isinstance(bindings, Mapping):
                 got = type(bindings).__name__
                 raise BindingError(f"plan {self.id}: got bindings {got}, need a mapping of Tensors")
-            needed = [(self._position[t], v) for t, v in (bindings or {}).items()
-                      if t in self._position]  # fmt: skip
-            checked = [(n, self.check_binding(n, value)) for n, value in needed]
+            at, bound = self._bound.position, self._bound
+            needed = [(at[t], v) for t, v in (bindings or {}).items() if t in at]
+            checked = [(n, bound.admit(n, value)) for n, value in needed]
             self.set_symbols(env)
             if checked:
-                self._check_bindings(self._after(checked))
+                bound.check(bound.after(checked))
             for n, value in checked:
-                self._bind(n, value)
+                bound.put(n, value)
             results = self.execute()
         finally:
             self.running.release()
         return results[0] if self.single else results
-
-    def _after(self, bindings: Sequence[tuple[int, Storage | HostArray]]) -> list[Storage | None]:
-        """The storages that binding these would leave."""
-        after = list(self._storages)
-        for n, value in bindings:
-            after[n] = value if isinstance(value, Storage) else self.input_buffer(n)
-        return after
 
     def set_symbols(self, env: EnvLike) -> None:
         """Take symbol values and check every condition on them; nothing has run yet."""
@@ -389,11 +286,10 @@ class Plan:
         """Walk the calls with the storages locked; bindings and symbols are in place."""
         if self._epoch != registry.epoch:
             self.check_topology()
-        if self._stale:
+        if self._bound.stale:
             self.resolve()
-        for n, data in self._refills.items():  # the last pass wrote into these inputs
-            store = self._inputs[n]
-            device(store.location).backend.copy_in(store.array, data)
+        if self._bound.refills:
+            self._bound.refill()
         claims = self._claims
         acquire_all(claims)
         try:
@@ -435,7 +331,7 @@ class Plan:
         except KernelError as e:
             step = step_of_op(self.program, e.op)
             if step is not None and self.tears:
-                tear(self.program, self._storages, step)
+                tear(self.program, self._bound.storages, step)
             raise
 
     def check_topology(self) -> None:
@@ -453,7 +349,7 @@ class Plan:
         left = calls.__length_hint__()  # type: ignore[attr-defined]
         step_at = self._registers.step_of_call(len(self._calls) - left - 1)
         self._registers.take_results()
-        return account(e, self.program, self._storages, step_at, tears=self.tears)
+        return account(e, self.program, self._bound.storages, step_at, tears=self.tears)
 
 
 def _out_of_bounds(who: str, what: str, value: int, low: int, high: int) -> LazyKvError:
@@ -467,20 +363,3 @@ def _moved(program: Program, step: ProgramStep) -> int:
     if step.op.destroys is not None and len(step.inputs) > 1:
         return program.registers[step.inputs[1]].spec.nbytes
     return program.registers[step.output].spec.nbytes
-
-
-def distinct_names(names: Sequence[str]) -> list[str]:
-    """The names, a repeated one with its position: nothing baked may hide behind its namesake."""
-    return [f"{s}#{n}" if s in names[:n] else s for n, s in enumerate(names)]
-
-
-def leaf_name(t: Tensor, n: int) -> str:
-    """The user's name for a leaf, else its kind and position."""
-    return t.name or f"{t.op.name}{n}"
-
-
-def check_input(who: str, want: Spec, array: HostArray) -> None:
-    """An array that is to be copied in must already have the declared shape and dtype."""
-    if array.shape != want.shape or dtype(array.dtype) is not want.dtype:
-        got = Spec(array.shape, dtype(array.dtype))
-        raise BindingError(f"placeholder {who}: got {got}, need {want}; dtypes are never cast")

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import lazykv.inspect.document as doc
+from lazykv.compiler.bindings import distinct_names, leaf_name
 from lazykv.compiler.ir import IR, Node, Output, Place, is_alias, places
-from lazykv.compiler.plan import Bindings, Plan, distinct_names, leaf_name
+from lazykv.compiler.plan import Bindings, Plan
 from lazykv.compiler.program import Home, Program, Register
 from lazykv.compiler.trace import Trace, stand_in, trace
 from lazykv.device import CPU, DeviceLike, DeviceLocation, device

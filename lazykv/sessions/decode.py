@@ -10,7 +10,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from lazykv.compiler.plan import Plan, check_input
+from lazykv.compiler.bindings import check_input
+from lazykv.compiler.plan import Plan
 from lazykv.device import HostArray, device, host_array
 from lazykv.dtypes import to_raw
 from lazykv.errors import BindingError, GraphError, SessionBusy
@@ -84,7 +85,7 @@ class DecodeSession:
         plan = make_plan(target, bindings, ctx.device)
         for t in bound.values():
             if t in plan.leaves:
-                plan.input_storage(plan.leaves.index(t))
+                plan.input_storage(t)
         plan.resolve()
         owned = {t for pair in kv_nodes for t in pair or () if t is not None}
         lent = [t for t in from_ctx if t not in owned and t in plan.leaves]
@@ -208,7 +209,7 @@ class _Feed:
     def __init__(self, name: str, plan: Plan, tensor: Tensor) -> None:
         self.name = name
         self.tensor = tensor
-        store = plan.input_storage(plan.leaves.index(tensor))
+        store = plan.input_storage(tensor)
         self.put = device(store.location).backend.feeder(store.array)
         self.shape = tensor.shape
         self.dtype = tensor.dtype.numpy

@@ -13,8 +13,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from lazykv.compiler.bindings import check_input
 from lazykv.compiler.manifest import Manifest
-from lazykv.compiler.plan import Plan, check_input
+from lazykv.compiler.plan import Plan
 from lazykv.device import HostArray, device, host_array
 from lazykv.dtypes import i64, u32
 from lazykv.errors import BindingError, GraphError, PoolError, RangeError, SessionBusy, ShapeError

@@ -4,8 +4,9 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from lazykv.compiler.bindings import leaf_name
 from lazykv.compiler.manifest import Manifest, same
-from lazykv.compiler.plan import Plan, leaf_name
+from lazykv.compiler.plan import Plan
 from lazykv.device import DeviceLocation, generation, registry
 from lazykv.errors import GraphError
 from lazykv.graph import Tensor
