@@ -31,6 +31,20 @@ def test_cast_rounds_once() -> None:
         assert got.tolist() == [1 + 2**-10]
 
 
+@pytest.mark.parametrize(("to", "unit"), [("bf16", 2**-7), ("f8_e4m3", 2**-3), ("f8_e5m2", 2**-2)])
+def test_cast_of_f64_to_raw_bits_rounds_once(to: str, unit: float) -> None:
+    """A little beside a tie, so little that f32 cannot tell; and what f32 cannot hold."""
+    tie, little = 1 + unit / 2, 2.0**-40
+    x = np.array([tie - little, tie, tie + little, -tie - little, 1e300, 1e-300, np.nan, -0.0])
+    for got in run_everywhere(lambda t: t.cast(to), [x]).values():
+        assert got[:4].tolist() == [1, 1, 1 + unit, -1 - unit]
+        assert not np.isfinite(got[[4, 6]].astype(np.float64)).any()
+        assert got[[5, 7]].tolist() == [0, 0]
+        assert np.signbit(got[7])
+    for got in run_everywhere(lambda t: t.cast(to), [np.array(tie + little)]).values():
+        assert got.tolist() == 1 + unit
+
+
 def test_cast_to_f16_overflows_to_inf() -> None:
     for got in run_everywhere(lambda t: t.cast("f16"), [np.array([1e6, -1e6])]).values():
         assert got.tolist() == [np.inf, -np.inf]

@@ -363,7 +363,8 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.stored)
     @rule(which=ANY, owner=st.sampled_from([True, True, True, False]), other=ANY)
     def restore(self, which: int, owner: bool, other: int) -> None:
-        stored = self.stored[which % len(self.stored)]
+        good = [stored for stored in self.stored if not stored.gone and which % 8]
+        stored = (good or self.stored)[which % len(good or self.stored)]
         target = stored.owner if owner else self.session(other)
         errors = self.idle(target)
         if stored.gone or target is not stored.owner or target not in self.model.sessions:

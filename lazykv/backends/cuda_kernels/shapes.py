@@ -96,6 +96,7 @@ _LAUNCHES: dict[str, Callable[..., Launch]] = {
     "attention_reduce": _attention_reduce,
     "gemv": _gemv,
     "gemv_reduce": _strided,
+    "map": _strided,
 }
 
 
@@ -103,7 +104,7 @@ def launch_of(name: str, **sizes: int) -> Launch:
     """The launch of a kernel.
 
     Sizes are ``size`` (elements of the walk or the result; pairs for rope) of `copy`,
-    `write_slice_at`, `write_slice_rotating`, `write_rows`, `take`, `silu_mul`, `rope` and
+    `write_slice_at`, `write_slice_rotating`, `write_rows`, `take`, `silu_mul`, `rope`, `map` and
     `gemv_reduce`; ``rows`` of `rms_norm` and `softmax`; none of `write_rows_check`; ``batch, heads,
     kv_heads, queries, lines, splits`` of the attentions (`lines` as compiled), ``lines`` (``batch *
     heads * queries``) of `attention_reduce`; ``n, vec, splits`` of `gemv`.

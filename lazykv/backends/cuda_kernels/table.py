@@ -70,6 +70,16 @@ STRUCTS: dict[str, np.dtype[Any]] = {
             ("splits", _I64),
         ]
     ),
+    "map": np.dtype(
+        [
+            ("shape", _I64, (AXES,)),
+            ("x", _I64, (AXES,)),
+            ("y", _I64, (AXES,)),
+            ("z", _I64, (AXES,)),
+            ("size", _I64),
+            ("rank", _I64),
+        ]
+    ),
 }
 """Arguments passed by value, field by field as the kernels declare them: the comments are there."""
 
@@ -143,6 +153,8 @@ _ROWS: list[tuple[str, tuple[str, ...], tuple[str, ...], str]] = [
     ("gemv", ("gemv.cu",), ("INPUT", "WEIGHT", "LINES", "VEC"), "out* x* w* part* args:gemv"),
     ("gemv_reduce", ("gemv.cu",), ("INPUT", "WEIGHT", "LINES", "VEC"),
      "out* part* size:i64 splits:i64"),
+    ("map", ("elementwise.cu",), ("OUT", "X", "Y", "Z", "INPUTS", "EXPR"),
+     "out* x* y* z* real:f32 whole:i64 args:map"),
 ]  # fmt: skip
 
 KERNELS: dict[str, CudaKernel] = {
