@@ -1,5 +1,6 @@
 """DeviceKvPool: a paged pool with its bytes, keys and values of every layer in blocks."""
 
+import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, SupportsIndex
@@ -71,6 +72,8 @@ class DeviceKvPool(KvBlockPool):
         self._moves = BlockMoves(self._storages)
         self._alloc_id = next_alloc_id()
         self._store: BlockStore = MemoryBlockStore() if store is None else store
+        # Keys of stored blocks; other pools and processes may use the same store.
+        self._name = f"pool-{uuid.uuid4().hex}"
         self._keys = 0
         self._undeleted: list[str] = []
         # Of each block: rows that steps have written, and slots (a bit each) written as a whole.
@@ -314,7 +317,7 @@ class DeviceKvPool(KvBlockPool):
 
     def _store_bytes(self, session: SessionHandle, blocks: list[int]) -> _Stored:
         self._retry_deletes()
-        keys = [f"pool{self._alloc_id}-{self._keys + n}" for n in range(len(blocks))]
+        keys = [f"{self._name}-{self._keys + n}" for n in range(len(blocks))]
         self._keys += len(blocks)
         sealed = [
             seal(self._moves.read(b).view(np.uint8).data, key)

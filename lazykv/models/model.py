@@ -82,6 +82,10 @@ class LlamaModel:
             self._key = ("llama", self.instance_id, self.weights_epoch, structure)
         return self._key
 
+    def present_key(self) -> tuple[object, ...]:
+        """`model_key`, for those who ask again later."""
+        return self.model_key
+
     def new_cache(
         self, max_seq_len: SupportsIndex, dtype: DTypeLike | None = None,
         device: DeviceLike | Sequence[DeviceLike] | None = None,
@@ -128,7 +132,7 @@ class LlamaModel:
             count("new_pool", "block_size", block_size, 1), c.n_kv_heads, c.head_dim, dt.itemsize,
         )  # fmt: skip
         pool = DeviceKvPool(geometry, dt, "cpu" if device is None else device, store=store)
-        pool.use_model(self.model_key)
+        pool.use_model(self.present_key)
         return pool
 
     def prefill(

@@ -47,7 +47,7 @@ class PagedDecoder:
         self._ctx = InferenceContext(pool.device_location())
         self._held: dict[tuple[int, int], PagedDecodeSession] = {}
         self.tokens_run = 0
-        pool.use_model(model.model_key)
+        pool.use_model(model.present_key)
 
     def prefill(self, session: SessionHandle, ids: Iterable[SupportsIndex]) -> NDArray[np.float32]:
         """Append a prompt (or its continuation) to a session; logits ``[vocab]`` of its last token.
@@ -129,8 +129,7 @@ class PagedDecoder:
         self, sessions: Sequence[SessionHandle], tokens: NDArray[np.int64]
     ) -> NDArray[np.float32]:
         """One step of tokens ``[n, seq]``."""
-        # New weights empty the prefix index before anything computed with them is published.
-        self.pool.use_model(self.model.model_key)
+        self.pool.use_model(self.model.present_key)  # the pool may have served another since
         n, seq = tokens.shape
         held = self.session_for(n, seq)
 

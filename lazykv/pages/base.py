@@ -72,6 +72,9 @@ class SequencePool:
     def _forget_payload(self, handle: EvictHandle) -> None:
         """A handle was spent: its stored bytes are of no more use. Called once for a handle."""
 
+    def _follow_model(self) -> None:
+        """Notice that the model whose bytes these are has changed."""
+
     # Sequences
 
     @locked
@@ -305,6 +308,7 @@ class SequencePool:
     def _take(self, n: int) -> list[int]:
         if not n:
             return []
+        self._follow_model()
         taken, gone = self._blocks.take(n)
         self._journal.removed(gone)
         self._journal.add(blocks_taken=n)

@@ -142,4 +142,7 @@ class Blocks:
         must(all(b in self.index for b in self._cached), "cached blocks are indexed")
         must(not any(b in self.index for b in self._unused), "unused blocks are not")
         must(all(n >= 0 for n in self.refs), "no count is negative")
+        first = min(self._fences, default=None)
+        for last in self._waiting.values():
+            must(first is not None and first <= last, "what waits has an open fence to wait for")
         self.index.check()

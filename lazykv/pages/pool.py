@@ -8,13 +8,15 @@ from lazykv.ids import SessionHandle
 from lazykv.pages.base import locked
 from lazykv.pages.sequence import EvictHandle, EvictReport, Sequence
 from lazykv.pages.steps import SteppedPool
+from lazykv.spec import whole
 
 
 class KvBlockPool(SteppedPool):
     """Metadata of a paged pool: integers only. `DeviceKvPool` is one with bytes.
 
-    A *session* is one sequence. Its blocks are the same in every layer. Every refusal is a
-    `PoolError` and leaves the pool as it was.
+    A *session* is one sequence. Its blocks are the same in every layer. Every refusal leaves the
+    pool as it was. It is a `PoolError`; or RangeError or DTypeError, for numbers that no pool has;
+    or `SessionBusy`, for a session that a step is running on.
     """
 
     # Hooks of a pool of bytes
@@ -54,9 +56,8 @@ class KvBlockPool(SteppedPool):
     ) -> EvictReport:
         """Detach logical blocks ``from_..to``."""
         seq = self._idle("evict_range", session)
-        first = self._count("evict_range", "from_", from_)
-        last = self._count("evict_range", "to", to)
-        if not first <= last <= len(seq.table):
+        first, last = whole("evict_range", "from_", from_), whole("evict_range", "to", to)
+        if not 0 <= first <= last <= len(seq.table):
             raise BadBlockIndex(
                 f"evict_range: got blocks {first}..{last}, need a range within 0..{len(seq.table)}"
             )

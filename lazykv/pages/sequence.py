@@ -80,13 +80,17 @@ class PrefixLease:
     session, which then holds them by itself. As a context manager it releases at the end.
     """
 
-    __slots__ = ("blocks", "is_open", "pool", "tokens")
+    __slots__ = ("blocks", "epoch", "is_open", "pool", "tokens")
 
-    def __init__(self, pool: "SharingPool", blocks: tuple[int, ...], tokens: int) -> None:
+    def __init__(
+        self, pool: "SharingPool", blocks: tuple[int, ...], tokens: int, epoch: int
+    ) -> None:
         self.pool = pool
         self.is_open = True
         self.blocks = blocks
         self.tokens = tokens
+        # Which model's bytes these are; another one's make the lease stale.
+        self.epoch = epoch
 
     def splice_into(self, session: SessionHandle) -> int:
         """Share the blocks with an empty session; returns its tokens."""

@@ -1,10 +1,10 @@
 """How sequences share blocks: by range, by registered prefix, and by the tokens they hold."""
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import SupportsIndex
+from typing import SupportsIndex, TypeAlias
 
 from lazykv.errors import (
     BadSpliceRange,
@@ -15,6 +15,7 @@ from lazykv.errors import (
     PrefixTargetNotEmpty,
     StaleHandle,
     UnknownPrefix,
+    must,
 )
 from lazykv.ids import PrefixId, SessionHandle
 from lazykv.pages.base import SequencePool, locked
@@ -22,6 +23,8 @@ from lazykv.pages.geometry import KvGeometry
 from lazykv.pages.prefix_index import Digest, Entry, sha256
 from lazykv.pages.sequence import ALL_BLOCKS, EvictHandle, PrefixLease, Sequence
 from lazykv.spec import whole
+
+ModelKey: TypeAlias = tuple[object, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,7 @@ class SharingPool(SequencePool):
         super().__init__(geometry, digest=digest)
         self._prefixes: dict[PrefixId, _Prefix] = {}
         self._pins: dict[int, int] = {}
+        self._model: Callable[[], ModelKey] | None = None
 
     # Splices
 
@@ -104,7 +108,7 @@ class SharingPool(SequencePool):
         """Share a prefix with the empty dst; returns its tokens."""
         found = self._find_prefix("splice_prefix_from", prefix)
         target = self._idle("splice_prefix_from", dst)
-        self._check_epoch("splice_prefix_from", found)
+        self._check_epoch("splice_prefix_from", "prefix", found.epoch)
         self._check_empty("splice_prefix_from", target)
         return self._share(list(found.blocks), target, self._tokens_of(found), found.in_place)
 
@@ -120,7 +124,7 @@ class SharingPool(SequencePool):
         """
         who = "alloc_shifted_prefix_slots"
         found, target = self._find_prefix(who, prefix), self._idle(who, dst)
-        self._check_epoch(who, found)
+        self._check_epoch(who, "prefix", found.epoch)
         self._check_aligned(who, target)
         self._blocks.need(who, len(found.blocks))
         taken, offset = self._take(len(found.blocks)), target.filled
@@ -133,20 +137,42 @@ class SharingPool(SequencePool):
     # The automatic index
 
     @locked
-    def use_model(self, model_key: tuple[object, ...]) -> None:
+    def use_model(self, model: ModelKey | Callable[[], ModelKey]) -> None:
         """Name the model that computes the bytes from now on; another one empties the index.
 
-        Part of the key are the model's identity and its weights epoch, so bytes of old weights are
-        never found. Blocks that were taken before are not published any more.
+        A key is a tuple of plain values, the model's identity and its weights epoch among them, so
+        bytes of old weights are never found. A function is asked for the present key whenever it
+        matters, so that the pool notices new weights by itself. Blocks that were taken before are
+        not published any more; prefixes and leases of them are stale.
         """
-        if not isinstance(model_key, tuple):
-            raise DTypeError(f"use_model: got {type(model_key).__name__}, need a tuple")
-        _check_plain(model_key)
-        if repr(model_key) != repr(self._model_key):
-            self._model_key = model_key
+        self._see_key(model() if callable(model) else model)
+        self._model = model if callable(model) else None
+
+    @locked
+    def note_model(self, key: ModelKey) -> None:
+        """Say whose bytes the coming step computes, where nobody has named a model before, or
+        another one."""
+        if self._model_key == () and not len(self._blocks.index):
+            # What was written so far is taken to be of the first model that is named.
+            self._see_key(key, same_epoch=True)
+        else:
+            self._see_key(key)
+
+    def _follow_model(self) -> None:
+        if self._model is not None:
+            self._see_key(self._model())
+
+    def _see_key(self, key: ModelKey, *, same_epoch: bool = False) -> None:
+        if not isinstance(key, tuple):
+            raise DTypeError(f"use_model: got {type(key).__name__}, need a tuple")
+        if key is self._model_key:
+            return
+        _check_plain(key)
+        if repr(key) != repr(self._model_key) and not same_epoch:
             self._epoch += 1
             if self._blocks.clear_index():
                 self._journal.cleared()
+        self._model_key = key
 
     @locked
     def publish(
@@ -159,8 +185,9 @@ class SharingPool(SequencePool):
         wrote, that were spliced in from elsewhere, or that are indexed with other tokens before
         them or with another salt. Only a lookup with the same salt finds them.
         """
-        seq = self._idle("publish", session)
-        chain, seed = self._chain("publish", token_ids), self._seed(salt)
+        seq, chain = self._idle("publish", session), self._chain("publish", token_ids)
+        self._follow_model()
+        seed = self._seed(salt)
         blocks = self._publishable(seq, len(chain))
         self._check_same_tokens(blocks, chain)
         parent: Entry | None = None
@@ -177,7 +204,9 @@ class SharingPool(SequencePool):
     @locked
     def lookup(self, token_ids: Iterable[SupportsIndex], *, salt: bytes = b"") -> PrefixLease:
         """The longest indexed beginning of these tokens, in whole blocks, pinned for the caller."""
-        chain, seed = self._chain("lookup", token_ids), self._seed(salt)
+        chain = self._chain("lookup", token_ids)
+        self._follow_model()
+        seed = self._seed(salt)
         blocks = tuple(e.block for e in self._blocks.index.find(chain, seed))
         size = self.geometry.block_size
         self._blocks.hold(blocks)
@@ -185,13 +214,14 @@ class SharingPool(SequencePool):
             self._pins[block] = self._pins.get(block, 0) + 1
         found = len(blocks) * size
         self._journal.add(lookups=1, tokens_asked=len(chain) * size, tokens_found=found)
-        return PrefixLease(self, blocks, found)
+        return PrefixLease(self, blocks, found, self._epoch)
 
     @locked
     def splice_lease(self, lease: PrefixLease, dst: SessionHandle) -> int:
         """Share a lease's blocks with the empty dst; returns its tokens. The lease stays open."""
         target = self._idle("splice_lease", dst)
         self._check_lease("splice_lease", lease)
+        self._check_epoch("splice_lease", "lease", lease.epoch)
         self._check_empty("splice_lease", target)
         return self._share(list(lease.blocks), target, lease.tokens, ALL_BLOCKS)
 
@@ -280,11 +310,12 @@ class SharingPool(SequencePool):
     def _tokens_of(self, prefix: _Prefix) -> int:
         return len(prefix.blocks) * self.geometry.block_size
 
-    def _check_epoch(self, who: str, prefix: _Prefix) -> None:
-        if prefix.epoch != self._epoch:
+    def _check_epoch(self, who: str, what: str, epoch: int) -> None:
+        self._follow_model()
+        if epoch != self._epoch:
             raise StaleHandle(
-                f"{who}: got a prefix that another model (or other weights) wrote, need one of the "
-                "present model; register it anew"
+                f"{who}: got a {what} whose bytes are of another model or of other weights, need "
+                "one of the present model"
             )
 
     def _check_empty(self, who: str, target: Sequence) -> None:
@@ -299,6 +330,12 @@ class SharingPool(SequencePool):
                 f"{who}: got a session of {target.filled} tokens, need a multiple of the block "
                 f"size {self.geometry.block_size}"
             )
+
+    @locked
+    def check(self) -> None:
+        super().check()
+        for entry in self._blocks.index:
+            must(self._is_realized(entry.block), "what is indexed has its bytes")
 
     def _holders(self) -> dict[int, int]:
         counts = super()._holders()

@@ -5,9 +5,11 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import SupportsIndex
 
-from lazykv.errors import PoolError, RangeError
+from lazykv.errors import PoolError, RangeError, must
 from lazykv.ids import FenceId, SessionHandle
 from lazykv.pages.base import locked
+from lazykv.pages.geometry import KvGeometry
+from lazykv.pages.prefix_index import Digest, sha256
 from lazykv.pages.sequence import Sequence
 from lazykv.pages.sharing import SharingPool
 
@@ -28,6 +30,10 @@ class SteppedPool(SharingPool):
     Meanwhile the sessions refuse every change with `SessionBusy`, but for `discard`; the blocks it
     releases are handed out only when the step is over.
     """
+
+    def __init__(self, geometry: KvGeometry, *, digest: Digest = sha256) -> None:
+        super().__init__(geometry, digest=digest)
+        self._steps: dict[FenceId, PoolStep] = {}
 
     # Hooks of a pool of bytes
 
@@ -58,12 +64,14 @@ class SteppedPool(SharingPool):
             raise
         for seq in seqs:
             seq.in_step = True
-        return PoolStep(tuple(sessions), starts, tokens, self._blocks.open_fence())
+        step = PoolStep(tuple(sessions), starts, tokens, self._blocks.open_fence())
+        self._steps[step.fence] = step
+        return step
 
     @locked
     def end_step(self, step: PoolStep) -> None:
         """The rows of a step are in its blocks."""
-        self._blocks.close_fence(step.fence)
+        self._close(step)
         for seq, start in self._of(step):
             seq.in_step = False
             self._on_written(seq, start)
@@ -71,11 +79,24 @@ class SteppedPool(SharingPool):
     @locked
     def cancel_step(self, step: PoolStep) -> None:
         """The step failed: its sessions are as long as before."""
-        self._blocks.close_fence(step.fence)
+        self._close(step)
         there = self._of(step)
         for seq, _ in there:
             seq.in_step = False
         self._rewind([seq for seq, _ in there], [start for _, start in there])
+
+    def _close(self, step: PoolStep) -> None:
+        if not isinstance(step, PoolStep) or self._steps.get(step.fence) is not step:
+            raise PoolError(f"end_step: got {step!r}, need an open step of this pool")
+        del self._steps[step.fence]
+        self._blocks.close_fence(step.fence)
+
+    @locked
+    def check(self) -> None:
+        super().check()
+        running = {s for step in self._steps.values() for s in step.sessions}
+        for session, seq in self._sequences.items():
+            must(seq.in_step == (session in running), "a session is busy while its step is open")
 
     def _of(self, step: PoolStep) -> list[tuple[Sequence, int]]:
         """The sequences of a step that were not discarded meanwhile, with their starts."""

@@ -51,9 +51,11 @@ class PagedDecodeSession:
     """
 
     def __init__(
-        self, held: DecodeSession, pool: DeviceKvPool, bound: Mapping[str, Tensor]
-    ) -> None:
+        self, held: DecodeSession, pool: DeviceKvPool, bound: Mapping[str, Tensor],
+        model_key: tuple[object, ...],
+    ) -> None:  # fmt: skip
         self._held = held
+        self._model_key = model_key
         self.pool = pool
         self.batch, self.max_blocks = bound["block_table"].shape
         self.seq = bound["rows"].shape[0] // self.batch
@@ -80,7 +82,7 @@ class PagedDecodeSession:
         held = kind.build(
             ctx, target, kv=pool, kv_nodes=kv_nodes, bound=bound, seq=seq, model_key=model_key
         )
-        return cls(held, pool, bound)
+        return cls(held, pool, bound, model_key)
 
     def step(self, sessions: Sequence[SessionHandle], data: StepData) -> HostArray:
         """Append `seq` tokens to each session and run the plan; a fresh array whose first axis
@@ -96,6 +98,8 @@ class PagedDecodeSession:
         with self._owned("step"):
             given = data if callable(data) else self._filled(data, n)
             self._check_room(sessions)
+            if self._model_key:
+                self.pool.note_model(self._model_key)
             step = self.pool.begin_step(sessions, self.seq)
             try:
                 paging = self._paging(step)

@@ -1,5 +1,6 @@
 """What a lookup hands out, and what the index tells of itself (POOL-8)."""
 
+import pytest
 from pool_state import DictPool, published, refs, refused
 
 import lazykv as lk
@@ -62,6 +63,38 @@ def test_lookups_leave_no_holders_behind_l10():
     assert len(pool.append(pool.open(), 8)) == 4
     assert pool.stats.lookups == 100
     assert pool.stats.tokens_found == 200
+
+
+def test_a_lease_of_another_models_bytes_is_stale():
+    pool = DictPool(4, 2)
+    published(pool, [1, 2])
+    lease, s = pool.lookup([1, 2]), pool.open()
+    pool.use_model(("m", 1))
+    with refused(pool, lk.StaleHandle, "other weights", keep=(lease,)):
+        lease.splice_into(s)
+    lease.release()
+
+
+def test_a_pool_that_follows_a_model_notices_new_weights_by_itself():
+    key = ["m", 0]
+    pool = DictPool(6, 2)
+    pool.use_model(lambda: tuple(key))
+    held = published(pool, [1, 2], keep=True)
+    prefix = pool.register_prefix(held, 1)
+    with pool.lookup([1, 2]) as lease:
+        assert lease.tokens == 2
+        key[1] = 1
+        with pytest.raises(lk.StaleHandle):
+            lease.splice_into(pool.open())
+    assert pool.lookup([1, 2]).tokens == 0
+    assert pool.publish(held, [1, 2]) == 0
+    with pytest.raises(lk.StaleHandle):
+        pool.splice_prefix_from(prefix, pool.open())
+    published(pool, [1, 2])
+    assert pool.lookup([1, 2]).tokens == 2
+    key[1] = 1  # the same key keeps what it has
+    assert pool.lookup([1, 2]).tokens == 2
+    assert [e.kind for e in pool.events()] == ["stored", "cleared", "stored"]
 
 
 # Events

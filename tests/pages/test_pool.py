@@ -344,6 +344,35 @@ def test_counters_and_repr():
     assert repr(pool.lookup([])) == "PrefixLease(0 tokens, open)"
 
 
+def test_a_verb_waits_for_the_one_that_runs():
+    """A copy on write stops in the middle; another thread's verb must not see half of it."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Slow(DictPool):
+        def _copy_block(self, source: int, dest: int) -> None:
+            inside.set()
+            assert go_on.wait(30)
+            super()._copy_block(source, dest)
+
+    pool = Slow(6, 2)
+    s = pool.open()
+    pool.append(s, 1)
+    pool.fork(s)
+    writer = threading.Thread(target=pool.append, args=(s, 1))
+    writer.start()
+    assert inside.wait(30)
+    seen: list[int] = []
+    reader = threading.Thread(target=lambda: seen.append(pool.free_blocks()))
+    reader.start()
+    reader.join(0.2)
+    assert (reader.is_alive(), seen) == (True, [])
+    go_on.set()
+    for thread in (writer, reader):
+        thread.join(30)
+    assert seen == [4]
+    pool.check()
+
+
 def test_threads_share_a_pool():
     pool = DictPool(40, 2)
     failures: list[BaseException] = []

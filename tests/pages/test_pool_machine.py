@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from kv_state import machine_settings
 from pool_model import Block, PoolModel, Session, Shared, Stored, first
-from pool_state import DictPool, snapshot
+from pool_state import GONE, DictPool, snapshot
 
 from lazykv.errors import (
     BadBlockIndex,
@@ -158,9 +158,10 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(which=ANY, cut=ANY, tokens=TOKENS)
     def speculate(self, which: int, cut: int, tokens: list[int]) -> None:
-        """Drop some tokens and write others in their place."""
+        """Drop some tokens, write others in their place and publish them."""
         self.truncate(which, cut, False)
         self.append(which, tokens)
+        self.publish(which, b"", 0, [], 99)
 
     @rule(which=ANY)
     def discard(self, which: int) -> None:
@@ -260,6 +261,7 @@ class PoolMachine(RuleBasedStateMachine):
         if done:
             assert n == k * self.size
             self.model.share(dst, src.table[:k], src.cells[:n], *self.model.prefix_marks(src, k))
+            self.publish(self.model.sessions.index(dst), b"", other % 2, [], 99)
 
     @rule(which=ANY, k=INDEX)
     def register(self, which: int, k: int) -> None:
@@ -305,6 +307,7 @@ class PoolMachine(RuleBasedStateMachine):
         if done:
             assert n == len(prefix.cells)
             self.model.share(dst, prefix.blocks, prefix.cells, prefix.foreign, prefix.edited)
+            self.publish(self.model.sessions.index(dst), b"", other % 2, [], 99)
 
     @precondition(lambda self: self.model.prefixes)
     @rule(which=ANY, other=ANY)
@@ -345,9 +348,7 @@ class PoolMachine(RuleBasedStateMachine):
             start = indices[0]
             wanted = list(range(start, end))
             action = partial(self.pool.evict_range, s.handle, start, end)
-            if start < 0 or end < 0:
-                errors |= {RangeError}
-            elif not start <= end <= len(s.table):
+            if not 0 <= start <= end <= len(s.table):
                 errors |= {BadBlockIndex}
         if len(set(wanted)) < len(wanted) or any(not 0 <= i < len(s.table) for i in wanted):
             errors |= {BadBlockIndex}
@@ -426,7 +427,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(which=ANY, other=ANY)
     def splice_lease(self, which: int, other: int) -> None:
         lease, dst = self.lease(which), self.target(other)
-        errors = self.idle(dst) | self.empty(dst)
+        errors = self.idle(dst) | self.empty(dst) | self.epoch(lease)
         done, n = self.call(errors, lambda: lease.real.splice_into(dst.handle), keep=lease.real)
         if done:
             assert n == len(lease.cells)
@@ -575,6 +576,11 @@ class PoolMachine(RuleBasedStateMachine):
             for at, cell in enumerate(s.cells[: s.start]):
                 number = table[at // self.size]
                 assert number is None or pool.rows[number, at % self.size] == cell
+
+    @invariant()
+    def same_handles(self) -> None:
+        for stored in self.stored if hasattr(self, "pool") else []:
+            assert stored.handle.spent == (stored.handle.payload is GONE) == stored.gone
 
     @invariant()
     def same_index(self) -> None:
