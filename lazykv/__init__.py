@@ -64,7 +64,7 @@ from lazykv.functions import (
     where,
 )
 from lazykv.graph import Graph, Tensor
-from lazykv.ids import KvAllocId, ModelInstanceId, PrefixId, SessionHandle
+from lazykv.ids import FenceId, KvAllocId, ModelInstanceId, PrefixId, SessionHandle
 from lazykv.kv.block_store import (
     BlockStore,
     FolderBlockStore,
@@ -81,6 +81,7 @@ from lazykv.pages.geometry import KvGeometry
 from lazykv.pages.journal import PoolEvent, PoolStats
 from lazykv.pages.pool import KvBlockPool
 from lazykv.pages.sequence import EvictHandle, EvictReport, PrefixLease
+from lazykv.pages.steps import PoolStep
 from lazykv.runtime.realize import plan, realize
 from lazykv.sessions.captured import CapturedDecodeSession
 from lazykv.sessions.context import InferenceContext

@@ -72,13 +72,22 @@ def test_prompts_that_end_at_a_block_boundary(smollm2_model, golden, size, past)
         assert want == text[size + past : size + past + 4]
 
 
-def test_eight_ragged_requests_decode_as_each_does_alone(smollm2_model):
-    """Requests end one by one: batches of 8 down to 3 sequences, on plans for 8 and for 4."""
+BUDGETS = [16, 9, 14, 16, 12, 7, 16, 10]
+
+
+@pytest.fixture(scope="module")
+def solo(smollm2_model):
+    """Every ragged request by itself."""
     prompts = [smollm2_model.tokenizer.encode(text) for text in TEXTS]
+    return [alone(smollm2_model, p, n) for p, n in zip(prompts, BUDGETS, strict=True)]
+
+
+@pytest.mark.parametrize("size", [1, 16, 64])
+def test_eight_ragged_requests_decode_as_each_does_alone(smollm2_model, solo, size):
+    """Requests end one by one: batches of 8 down to 3 sequences, on plans for 8 and for 4."""
+    prompts, budgets = [smollm2_model.tokenizer.encode(text) for text in TEXTS], BUDGETS
     assert len({len(p) for p in prompts}) > 4
-    budgets = [16, 9, 14, 16, 12, 7, 16, 10]
-    solo = [alone(smollm2_model, p, n) for p, n in zip(prompts, budgets, strict=True)]
-    paged = decoder(smollm2_model, 4, 512)
+    paged = decoder(smollm2_model, size, 512)
     live, done, batches = {}, {n: [] for n in range(8)}, set()
     for n, prompt in enumerate(prompts):
         session = paged.pool.open()
