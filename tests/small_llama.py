@@ -1,5 +1,8 @@
 """A made-up Llama that decodes in a millisecond."""
 
+from dataclasses import replace
+from typing import Any
+
 from lazykv.models.config import LlamaConfig
 from lazykv.models.model import LlamaModel
 from lazykv.models.weights import random_weights
@@ -11,5 +14,6 @@ CONFIG = LlamaConfig(
 )  # fmt: skip
 
 
-def small_llama(seed: int = 0) -> LlamaModel:
-    return LlamaModel(CONFIG, random_weights(CONFIG, seed))
+def small_llama(seed: int = 0, **changes: Any) -> LlamaModel:
+    config = replace(CONFIG, **changes)
+    return LlamaModel(config, random_weights(config, seed))

@@ -19,6 +19,16 @@ def test_every_test_that_the_model_page_names_exists():
     assert [n for n in sorted(named) if f"def {n}(" not in text] == []
 
 
+def test_every_test_of_the_bug_cases_exists_where_the_page_says():
+    page = (ROOT / "docs" / "bug-cases.md").read_text()
+    named = re.findall(r"`(test_\w+)` in `([\w/]+\.py)`", page)
+    assert len(named) > 100
+    assert [
+        (name, file) for name, file in named
+        if f"def {name}(" not in (ROOT / "tests" / file).read_text()
+    ] == []  # fmt: skip
+
+
 def test_every_file_that_the_pages_name_exists():
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     named = {n for p in pages for n in re.findall(r"`((?:\w+/)+\w+\.(?:py|md))`", p.read_text())}

@@ -38,6 +38,11 @@ MAX_CHUNK = 256
 intermediates stay in the caches."""
 
 
+HELD_PLANS = 16
+"""Plans that a cache holds for its models; the least recently used goes first. More than the nine
+chunks of a prompt need, with some for `score`."""
+
+
 _STRUCTURE = (
     "n_layers", "hidden_size", "intermediate_size", "n_heads", "n_kv_heads", "head_dim",
     "vocab_size", "rms_eps", "rope_interleaved", "tied_head", "sliding_window",
@@ -219,9 +224,12 @@ class LlamaModel:
             ctx.put_decode_session(session)
             return session
         slot = ("llama", self.instance_id, seq, every)
-        held: DecodeSession | None = cache.held.get(slot)
+        held: DecodeSession | None = cache.held.pop(slot, None)
         if held is None or not held.is_valid_for(cache, seq=seq, model_key=self.model_key):
-            held = cache.held[slot] = self._plan(cache, seq, ctx, every)
+            held = self._plan(cache, seq, ctx, every)
+        cache.held[slot] = held
+        while len(cache.held) > HELD_PLANS:
+            del cache.held[next(iter(cache.held))]
         return held
 
     def step_graph(self, cache: KvPairCache, seq: int = 1, *, every: bool = False) -> StepGraph:

@@ -11,7 +11,7 @@ from small_llama import CONFIG, small_llama
 import lazykv as lk
 from lazykv.backends.sim import SimBackend
 from lazykv.device import device
-from lazykv.models.model import LlamaModel
+from lazykv.models.model import HELD_PLANS, LlamaModel
 from lazykv.sessions.captured import CapturedDecodeSession
 
 PLACE = "sim:0"
@@ -98,7 +98,7 @@ def test_the_model_captures_by_itself_where_the_backend_can(model):
     assert not isinstance(model.session_for(caches[0]), CapturedDecodeSession)
 
 
-def test_a_plan_with_symbols_says_why_it_is_not_captured():
+def test_a_plan_with_symbols_says_why_it_is_not_captured_g6():
     cache = lk.KvCache.with_capacity(1, 1, 2, 8, "f32", PLACE)
     g, pos = lk.Graph(), lk.Sym("pos", 0, 7)
     k, v = (g.placeholder((1, 1, 8, 2), lk.f32, name) for name in "kv")
@@ -248,3 +248,81 @@ def test_a_capture_refuses_what_cannot_be_replayed():
             backend.capture(place, [(f, args)])
     backend.copy_in(buffer, host)  # the refused captures are over
     assert backend.copy_out(buffer).tolist() == [0] * 64
+
+
+def test_a_position_in_memory_is_read_at_every_replay_f3():
+    g = lk.Graph()
+    rows = lk.Storage.from_array(np.arange(10, dtype=np.float32).reshape(10, 1), PLACE)
+    table, at = g.const(rows), g.placeholder((), "i64")
+    plan = lk.plan(table.take(at), {at: np.array(5)}, PLACE)
+    assert plan.run() == [5]
+    plan.capture()
+    assert [float(plan.run({at: np.array(p)})[0]) for p in (6, 7, 3)] == [6, 7, 3]
+    assert plan.captured
+
+
+def test_another_source_is_read_and_not_the_captured_one_g2():
+    g = lk.Graph()
+    x = g.placeholder((2,), "f32")
+    a, b = (lk.Storage.from_array(np.full(2, n, np.float32), PLACE) for n in (1, 2))
+    plan = lk.plan(x.to(PLACE) + 0.0, {x: a}, PLACE)
+    plan.run()
+    plan.capture()
+    assert plan.run().tolist() == [1, 1]
+    assert plan.run({x: b}).tolist() == [2, 2]
+    assert not plan.captured
+
+
+@pytest.mark.parametrize("place", ["cpu", PLACE])
+def test_row_numbers_past_the_count_are_no_rows_g4(place):
+    """A pool of 4 blocks of 2; slots 3, -1, -1 of which one is real."""
+    g = lk.Graph()
+    pool, rows = g.placeholder((8, 1), "f32"), g.placeholder((3,), "i64")
+    new, count = g.const(np.full((3, 1), 9, np.float32)), g.placeholder((), "i64")
+    store = lk.Storage.from_array(np.arange(8, dtype=np.float32)[:, None], place)
+    plan = lk.plan(pool.write_rows(new, rows, count), {pool: store}, place)
+    slots = np.array([3, -1, -1])
+    want = [0, 1, 2, 9, 4, 5, 6, 7]
+    assert plan.run({rows: slots, count: np.array(1)})[:, 0].tolist() == want
+    with pytest.raises(lk.RangeError, match=r"rows\[1\] = -1"):
+        plan.run({rows: slots, count: np.array(3)})
+    assert store.to_numpy()[:, 0].tolist() == want
+
+
+def test_two_caches_of_different_heads_have_a_capture_each_g7(model):
+    other = small_llama(1, n_kv_heads=4)
+    pairs = [(m, m.new_cache(16, device=PLACE), m.new_cache(16)) for m in (model, other)]
+    for n in range(6):
+        for m, captured, plain in pairs:
+            got, want = m.decode_step(n, captured), m.decode_step(n, plain)
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    held = [m.session_for(captured) for m, captured, _ in pairs]
+    assert [s.replays for s in held] == [5, 5]
+    assert held[0].plan.id != held[1].plan.id
+
+
+def test_plans_of_many_lengths_are_bounded_q3(model):
+    """What a cache holds does not grow with the lengths that were asked for."""
+    cache, most = model.new_cache(64, device=PLACE), 0
+    for n in range(40):
+        cache.reset()
+        got = model.score([1] * (1 + n), cache)
+        most = max(most, len(cache.held))
+        assert got.shape == (1 + n, CONFIG.vocab_size)
+    assert most == HELD_PLANS
+    cache.reset()
+    np.testing.assert_allclose(
+        model.score([1, 2], cache), model.score([1, 2], model.new_cache(64)), rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("capacity", [16, 4096])
+def test_a_replay_moves_one_row_a_layer_and_no_more_q6(model, capacity):
+    cache = model.new_cache(capacity, device=PLACE)
+    for _ in range(3):
+        model.decode_step(1, cache)
+    before = lk.stats().bytes_moved
+    model.decode_step(1, cache)
+    rows = CONFIG.n_layers * 2 * CONFIG.n_kv_heads * CONFIG.head_dim
+    embedding, logits = CONFIG.hidden_size, CONFIG.vocab_size
+    assert lk.stats().bytes_moved - before == 4 * (rows + embedding + logits)
