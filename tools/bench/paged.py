@@ -23,6 +23,9 @@ LIVE = (128, 1024, 4096)
 POOL_TOKENS = (512, 16384)
 BATCH = 8
 TOKEN = 7
+STEP_LIMIT, GAIN_LIMIT, CAPACITY_LIMIT = 1.15, 3.0, 1.05
+"""A paged step in contiguous ones (at most), a batch of 8 in solo tokens per second (at least), and
+a step in a large pool in one of a small pool (at most)."""
 
 
 def in_turns(rounds: int, *steps: Callable[[], float]) -> list[float]:
@@ -95,7 +98,9 @@ def shuffled(model, live: int, block_size: int) -> Callable[[], float]:
 
 
 def compare_lengths(model, block_size: int, rounds: int) -> dict[int, dict[str, float]]:
-    print(f"one step, block size {block_size}: ms, and times the contiguous step")
+    print(
+        f"one step, block size {block_size}: ms, and times the contiguous step (limit {STEP_LIMIT}x)"
+    )
     rows = {}
     for live in LIVE:
         names = ("contiguous", "alone", "in turns", "shuffled")
@@ -126,7 +131,8 @@ def compare_batch(model, block_size: int, rounds: int, live: int = 128) -> dict[
     out = {"batch": batch, "solo": solo, "tokens/s": BATCH / batch, "gain": BATCH * solo / batch}
     print(
         f"batch of {BATCH}, live {live}..: {1e3 * batch:.1f} ms, {out['tokens/s']:.0f} tokens/s; "
-        f"one at a time {1 / solo:.0f} tokens/s; gain {out['gain']:.2f}x"
+        f"one at a time {1 / solo:.0f} tokens/s; gain {out['gain']:.2f}x "
+        f"(limit {GAIN_LIMIT}x)"
     )
     return out
 
@@ -142,7 +148,7 @@ def compare_capacity(model, block_size: int, rounds: int, live: int = 128) -> fl
     small, large = in_turns(rounds, *steps)
     print(
         f"pool of {POOL_TOKENS[0]} / {POOL_TOKENS[1]} tokens, live {live}: {1e3 * small:.2f} / "
-        f"{1e3 * large:.2f} ms, {large / small:.3f}x"
+        f"{1e3 * large:.2f} ms, {large / small:.3f}x (limit {CAPACITY_LIMIT}x)"
     )
     return large / small
 
