@@ -109,13 +109,13 @@ def state(pool: lk.DeviceKvPool) -> dict[str, Any]:
         "stamps": list(pool._stamps),
         "told": (pool.stats, pool.events()),
         "written": (list(pool._rows_written), list(pool._slots_written)),
-        "stored": (list(pool._undeleted), _keys(pool)),
+        "stored": (list(pool._evicted._doomed), _keys(pool)),
         "bytes": [(raw_bytes(s), s.version, s.torn) for s in storages(pool)],
     }
 
 
 def _keys(pool: lk.DeviceKvPool) -> list[str]:
-    return pool._store.keys() if hasattr(pool._store, "keys") else []
+    return pool.store.keys() if hasattr(pool.store, "keys") else []
 
 
 @contextmanager

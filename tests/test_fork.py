@@ -223,3 +223,25 @@ def child():
 
 run(child)
 """)
+
+
+def test_a_pool_that_another_thread_was_changing_says_so_in_the_child_p6():
+    run("""
+geometry = lk.KvGeometry(1, 4, 2, 1, 2, 4)
+idle, busy = lk.DeviceKvPool(geometry, "f32"), lk.DeviceKvPool(geometry, "f32")
+elsewhere(holding(busy._lock))
+
+def child():
+    s = idle.open()
+    idle.append(s, 3)
+    idle.check()
+    try:
+        busy.free_blocks()
+    except lk.PoolError as e:
+        assert "at the fork" in str(e)
+    else:
+        raise AssertionError("half a change was seen")
+
+run(child)
+assert idle.free_blocks() == 4 and busy.free_blocks() == 4
+""")

@@ -76,8 +76,8 @@ def _declared(capabilities: dict[str, Any]) -> str:
 
 
 def _versions(report: dict[str, Any]) -> str:
-    v = report["versions"]
-    return f"lazykv {v['lazykv']}, numpy {v['numpy']}, Python {v['python']}, {report['started'][:10]}"
+    v, day = report["versions"], report["started"][:10]
+    return f"lazykv {v['lazykv']}, numpy {v['numpy']}, Python {v['python']}, {day}"
 
 
 def _failures(report: dict[str, Any]) -> list[str]:

@@ -1,6 +1,6 @@
 """DeviceKvPool: a paged pool with its bytes, keys and values of every layer in blocks."""
 
-import uuid
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, SupportsIndex
@@ -13,8 +13,8 @@ from lazykv.dtypes import DType, DTypeLike, dtype, to_logical
 from lazykv.errors import DTypeError, RangeError, ShapeError
 from lazykv.ids import KvAllocId, PrefixId, SessionHandle, next_alloc_id
 from lazykv.kv.block_moves import BlockMoves
-from lazykv.kv.block_store import BlockStore, MemoryBlockStore, store_all
-from lazykv.kv.envelope import open_sealed, seal
+from lazykv.kv.block_store import BlockStore, MemoryBlockStore
+from lazykv.kv.evicted import EvictedBlocks
 from lazykv.kv.layer import KvSlot
 from lazykv.kv.rows import as_rows, as_slot, check_layers, write_rows
 from lazykv.kv.slots import zeroed
@@ -71,11 +71,9 @@ class DeviceKvPool(KvBlockPool):
         self._storages = tuple(s for pair in made for s in pair or ())
         self._moves = BlockMoves(self._storages)
         self._alloc_id = next_alloc_id()
-        self._store: BlockStore = MemoryBlockStore() if store is None else store
-        # Keys of stored blocks; other pools and processes may use the same store.
-        self._name = f"pool-{uuid.uuid4().hex}"
-        self._keys = 0
-        self._undeleted: list[str] = []
+        self.store: BlockStore = MemoryBlockStore() if store is None else store
+        self._evicted = EvictedBlocks(self.store)
+        weakref.finalize(self, self._evicted.close)
         # Of each block: rows that steps have written, and slots (a bit each) written as a whole.
         self._rows_written = [0] * geometry.num_blocks
         self._slots_written = [0] * geometry.num_blocks
@@ -140,6 +138,8 @@ class DeviceKvPool(KvBlockPool):
         Raises `SessionNotResident` if a block is evicted, RangeError if a table is longer.
         """
         who = "materialize_block_table"
+        if isinstance(sessions, SessionHandle):
+            raise DTypeError(f"{who}: got {sessions!r}, need a list of sessions")
         seqs = [self._find(who, s) for s in sessions]
         rows = [self._resident(who, seq, range(len(seq.table))) for seq in seqs]
         longest = max(map(len, rows), default=0)
@@ -316,26 +316,15 @@ class DeviceKvPool(KvBlockPool):
         self._note_copied(source, dest)
 
     def _store_bytes(self, session: SessionHandle, blocks: list[int]) -> _Stored:
-        self._retry_deletes()
-        keys = [f"{self._name}-{self._keys + n}" for n in range(len(blocks))]
-        self._keys += len(blocks)
-        sealed = [
-            seal(self._moves.read(b).view(np.uint8).data, key)
-            for b, key in zip(blocks, keys, strict=True)
-        ]
-        try:
-            store_all(self._store, dict(zip(keys, sealed, strict=True)))
-        except BaseException:
-            self._undeleted += keys  # those that could not be deleted again at once
-            raise
+        keys = self._evicted.put(self._moves.read(b).view(np.uint8).data for b in blocks)
         written = tuple((self._rows_written[b], self._slots_written[b]) for b in blocks)
-        return _Stored(tuple(keys), written)
+        return _Stored(keys, written)
 
     def _fetch_bytes(self, payload: _Stored) -> Any:
         shape = (len(self._storages), *self.geometry.shape[1:])
         arrays = []
         for key in payload.keys:
-            raw = np.frombuffer(open_sealed(self._store.get(key), key), np.uint8)
+            raw = np.frombuffer(self._evicted.get(key), np.uint8)
             want = Spec(shape, self.dtype)
             if raw.nbytes != want.nbytes:
                 raise ShapeError(f"restore: got {raw.nbytes} bytes, need {want.nbytes} for {want}")
@@ -348,29 +337,32 @@ class DeviceKvPool(KvBlockPool):
             self._rows_written[block], self._slots_written[block] = written
 
     def _forget_payload(self, handle: EvictHandle) -> None:
-        self._undeleted += handle.payload.keys
-        self._retry_deletes()
-
-    def _retry_deletes(self) -> None:
-        """Delete stored blocks of no more use; what a store cannot delete now is tried again."""
-        waiting, self._undeleted = self._undeleted, []
-        for key in waiting:
-            try:
-                self._store.delete(key)
-            except Exception:
-                self._undeleted.append(key)
+        self._evicted.forget(handle.payload.keys)
 
     def _check_whole(self) -> None:
         for storage in self._storages:
             if storage.torn:
                 storage.check_readable()
 
+    def _check_written(self, session: SessionHandle, seq: TokenSequence, blocks: list[int]) -> None:
+        """Debug poison: a step reads every row before its own, so all of them must be written."""
+        size = self.geometry.block_size
+        for i, block in enumerate(blocks):
+            live, written = min(size, seq.filled - i * size), self._rows_written[block]
+            if written < live and not self._is_realized(block):
+                raise RangeError(
+                    f"begin_step: got a read of row {i * size + written} of {session!r}, need a row "
+                    "that was written; use mark_written for rows that came by other ways"
+                )
+
     @locked
     def begin_step(self, sessions: Sequence[SessionHandle], n: SupportsIndex) -> PoolStep:
         """Append n tokens to each of several different sessions, all of whose blocks are resident,
         since a step reads them; all of them or none."""
-        for seq in [self._find("begin_step", s) for s in sessions]:
-            self._resident("begin_step", seq, range(len(seq.table)))
+        for session, seq in [(s, self._find("begin_step", s)) for s in sessions]:
+            blocks = self._resident("begin_step", seq, range(len(seq.table)))
+            if config.POISON:
+                self._check_written(session, seq, blocks)
         return super().begin_step(sessions, n)
 
     def _layout(self) -> tuple[object, ...]:

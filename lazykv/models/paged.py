@@ -6,7 +6,7 @@ from typing import SupportsIndex
 import numpy as np
 from numpy.typing import NDArray
 
-from lazykv.errors import RangeError, ShapeError
+from lazykv.errors import DTypeError, RangeError, ShapeError
 from lazykv.ids import SessionHandle
 from lazykv.kv.pool import DeviceKvPool
 from lazykv.kv.rows import count
@@ -31,6 +31,8 @@ class PagedDecoder:
     ) -> None:  # fmt: skip
         self.model = model
         self.pool = pool
+        if not pool.dtype.is_float or pool.dtype.itemsize not in (2, 4):
+            raise DTypeError(f"PagedDecoder: got a pool of {pool.dtype}, need f32, f16 or bf16")
         self.max_batch = count("PagedDecoder", "max_batch", max_batch, 1)
         g, c = pool.geometry, model.config
         if (g.n_layers, g.n_kv_heads, g.head_dim) != (c.n_layers, c.n_kv_heads, c.head_dim):
@@ -47,7 +49,7 @@ class PagedDecoder:
         self._ctx = InferenceContext(pool.device_location())
         self._held: dict[tuple[int, int], PagedDecodeSession] = {}
         self.tokens_run = 0
-        pool.use_model(model.present_key)
+        pool.follow_model(model.present_key)
 
     def prefill(self, session: SessionHandle, ids: Iterable[SupportsIndex]) -> NDArray[np.float32]:
         """Append a prompt (or its continuation) to a session; logits ``[vocab]`` of its last token.
@@ -129,7 +131,7 @@ class PagedDecoder:
         self, sessions: Sequence[SessionHandle], tokens: NDArray[np.int64]
     ) -> NDArray[np.float32]:
         """One step of tokens ``[n, seq]``."""
-        self.pool.use_model(self.model.present_key)  # the pool may have served another since
+        self.pool.follow_model(self.model.present_key)  # it may have been handed over
         n, seq = tokens.shape
         held = self.session_for(n, seq)
 

@@ -4,13 +4,16 @@ Every verb validates first and then changes integers only. Where blocks are copi
 brought back, it calls a hook that a pool of bytes fills in, before the integers change.
 """
 
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Concatenate, ParamSpec, SupportsIndex, TypeVar
 
 from lazykv.errors import (
     BadBlockIndex,
+    DTypeError,
     PoolError,
     RangeError,
     SessionBusy,
@@ -32,14 +35,35 @@ T = TypeVar("T", bound="SequencePool")
 
 
 def locked(verb: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:
-    """A verb that other threads see whole; they wait for it, since verbs are short."""
+    """A verb that other threads see whole. They wait for it, also while it moves blocks to a store
+    or back."""
 
     @wraps(verb)
     def guarded(self: T, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with self._lock:
+            if self._lost:
+                raise PoolError(
+                    f"{verb.__name__}: got a pool that another thread was changing at the fork, "
+                    "need a new one"
+                )
             return verb(self, *args, **kwargs)
 
     return guarded
+
+
+_pools: "weakref.WeakSet[SequencePool]" = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """In a forked child only the forking thread lives on: free what the others held. A pool that
+    one of them was in the middle of changing is of no use there."""
+    for pool in _pools:
+        pool._lost = not pool._lock.acquire(blocking=False)
+        pool._lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 class SequencePool:
@@ -50,6 +74,8 @@ class SequencePool:
             raise PoolError(f"pool: got {type(geometry).__name__}, need a KvGeometry")
         self.geometry = geometry
         self._lock = threading.RLock()
+        self._lost = False
+        _pools.add(self)
         self._blocks = Blocks(geometry.num_blocks, digest)
         self._sequences: dict[SessionHandle, Sequence] = {}
         self._journal = Journal()
@@ -174,7 +200,11 @@ class SequencePool:
 
     def blocks_required_batch(self, pairs: Iterable[tuple[SupportsIndex, SupportsIndex]]) -> int:
         """Of several sequences together, each ``(filled, n)``."""
-        return sum(self.blocks_required(filled, n) for filled, n in pairs)
+        given = list(pairs)
+        for pair in given:
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                raise DTypeError(f"blocks_required_batch: got {pair!r}, need pairs (filled, n)")
+        return sum(self.blocks_required(filled, n) for filled, n in given)
 
     @locked
     def free_blocks(self) -> int:

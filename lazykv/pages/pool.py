@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any, SupportsIndex
 
-from lazykv.errors import BadBlockIndex, PoolError, StaleHandle
+from lazykv.errors import BadBlockIndex, DTypeError, PoolError, StaleHandle
 from lazykv.ids import SessionHandle
 from lazykv.pages.base import locked
 from lazykv.pages.sequence import EvictHandle, EvictReport, Sequence
@@ -45,6 +45,8 @@ class KvBlockPool(SteppedPool):
     def evict_blocks(self, session: SessionHandle, indices: Iterable[SupportsIndex]) -> EvictReport:
         """Detach the blocks at these logical indices, each given once."""
         seq = self._idle("evict_blocks", session)
+        if not isinstance(indices, Iterable):
+            raise DTypeError(f"evict_blocks: got {indices!r}, need a list of block indices")
         wanted = [self._index("evict_blocks", seq, i) for i in indices]
         if len(set(wanted)) != len(wanted):
             raise BadBlockIndex(f"evict_blocks: got {wanted}, need each index once")
@@ -91,7 +93,7 @@ class KvBlockPool(SteppedPool):
         if not isinstance(handle, EvictHandle):
             raise PoolError(f"restore: got {type(handle).__name__}, need an EvictHandle")
         owner = self._sequences.get(handle.session)
-        if handle.spent or owner is None:
+        if handle.spent or owner is None or not owner.covered_by(handle):
             raise StaleHandle(f"restore: got {handle!r}, need one whose slots are as it left them")
         seq = self._idle("restore", session)
         if seq is not owner:

@@ -33,6 +33,12 @@ class EvictHandle:
         self.payload = payload
         self.spent = False
 
+    def __copy__(self) -> Self:
+        return self  # it restores once, however many names it has
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
     def __repr__(self) -> str:
         return f"EvictHandle({self.session!r}, blocks {list(self.indices)})"
 
@@ -66,6 +72,10 @@ class Sequence:
     def in_place_of(self, k: int) -> int:
         """`in_place` of a sequence of the first k blocks."""
         return self.in_place if self.in_place < k else ALL_BLOCKS
+
+    def covered_by(self, handle: EvictHandle) -> bool:
+        """Whether every slot of a handle is still the one it detached."""
+        return all(i < len(self.table) and self.table[i] is handle for i in handle.indices)
 
     def handles(self, first: int = 0) -> list[EvictHandle]:
         """The handles that cover slots from `first` on, each once."""

@@ -149,9 +149,24 @@ class SharingPool(SequencePool):
         self._model = model if callable(model) else None
 
     @locked
+    def follow_model(self, model: Callable[[], ModelKey]) -> None:
+        """`use_model` of a function, but a pool that follows another one is refused with PoolError:
+        two models in turns would find each other's rows between their calls."""
+        if self._model is not None and self._model != model:
+            raise PoolError(
+                f"{self!r}: got a second model, need a pool for each; use_model hands a pool over"
+            )
+        self.use_model(model)
+
+    @locked
     def note_model(self, key: ModelKey) -> None:
-        """Say whose bytes the coming step computes, where nobody has named a model before, or
-        another one."""
+        """Say whose bytes the coming step computes. PoolError if the pool follows another model."""
+        self._follow_model()
+        if self._model is not None and repr(key) != repr(self._model_key):
+            raise PoolError(
+                f"step: got rows of model {key!r} in a pool of {self._model_key!r}, need a pool "
+                "for each"
+            )
         if self._model_key == () and not len(self._blocks.index):
             # What was written so far is taken to be of the first model that is named.
             self._see_key(key, same_epoch=True)

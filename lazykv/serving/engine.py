@@ -162,7 +162,7 @@ class Engine:
         """Rows of other weights than the model's present ones are never attended to."""
         key = self.model.model_key
         # Before anything is looked up: this empties the index of what other weights have written.
-        self.pool.use_model(self.model.present_key)
+        self.pool.follow_model(self.model.present_key)
         if key != self._model_key:
             self._model_key = key
             for job in list(self._queues):

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from lazykv.errors import StaleHandle
 from lazykv.ids import SessionHandle
 from lazykv.kv.pool import DeviceKvPool
 from lazykv.pages.sequence import EvictHandle, PrefixLease
@@ -69,7 +70,11 @@ class Rows:
         if not self._indexed:
             return 0
         self._lease = lease = self._pool.lookup(tokens, salt=self._salt)
-        found = min(lease.splice_into(self.session), len(tokens) - 1)
+        try:
+            found = min(lease.splice_into(self.session), len(tokens) - 1)
+        except StaleHandle:  # new weights since the lookup: a miss
+            self.unpin()
+            return 0
         self._pool.truncate(self.session, found)
         if found % self._pool.geometry.block_size == 0:
             self.unpin()

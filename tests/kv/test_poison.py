@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 from kv_state import append_rows, line, raw_bytes, refused, rows
+from small_llama import small_llama
 
 import lazykv as lk
 from lazykv import config
@@ -233,3 +234,22 @@ def test_tokens_that_a_layer_cache_skipped():
             read()
     cache.write_kv_batch([(2, row, row), (3, row, row)])
     assert cache.read_range(2, 5)[0].tolist() == [[1, 1]] * 3
+
+
+def test_a_step_over_pool_rows_that_nobody_wrote_is_refused(monkeypatch):
+    """The rows of a discarded session are still in the blocks."""
+    monkeypatch.setattr(config, "POISON", True)
+    model = small_llama()
+    pool = model.new_pool(4, 4)
+    decoder = lk.models.PagedDecoder(model, pool)
+    old = pool.open()
+    decoder.prefill(old, [1, 2, 3, 4, 5])
+    decoder.decode([old], [6])
+    pool.discard(old)
+    session = pool.open()
+    pool.append(session, 4)
+    with pytest.raises(lk.RangeError, match="row 0 of SessionHandle"):
+        decoder.decode([session], [1])
+    assert pool.filled_tokens(session) == 4
+    pool.mark_written(session)
+    decoder.decode([session], [1])

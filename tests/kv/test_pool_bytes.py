@@ -375,7 +375,7 @@ def test_elements_are_of_the_dtypes_size():
             "f32",
             "cuda:77",
             lk.BackendUnavailable,
-            "got no backend",
+            "cuda",
         ),
         (lk.KvGeometry(1, 2**32 - 1, 1, 1, 1, 1), "i8", "cpu", lk.RangeError, "need < 4294967295"),
         (lk.KvGeometry(2**17, 1, 1, 1, 1, 1), "i8", "cpu", lk.RangeError, "n_layers 131072"),

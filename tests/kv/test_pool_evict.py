@@ -1,5 +1,6 @@
 """Evicted blocks: their bytes come back as they went, whatever stores and kernels do midway."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -267,7 +268,7 @@ def test_a_restore_that_fails_midway_leaves_the_pool_as_it_was(make):
         assert tables(pool) == before
         assert not any(s.torn for s in storages(pool))
         assert read(pool, session) == [None] * 4 + [4, 5]
-        assert len(pool._store.keys()) == 2
+        assert len(pool.store.keys()) == 2
         pool.check()
     pool.restore(session, report.handle)
     assert (read(pool, session), read(pool, other)) == (list(range(6)), [30, 31])
@@ -345,3 +346,15 @@ def test_a_handle_is_of_its_pool(make):
         other.restore(stranger, report.handle)
     pool.restore(session, report.handle)
     assert read(pool, session) == list(range(4))
+
+
+def test_a_pool_that_goes_deletes_what_it_stored(make):
+    store = MemoryBlockStore()
+    other = make(4, 2, store=store)
+    kept = other.evict(opened(other, range(4)))
+    pool = make(4, 2, store=store)
+    pool.evict(opened(pool, range(6)))
+    assert len(store.keys()) == 5
+    del pool
+    gc.collect()
+    assert len(store.keys()) == len(kept.freed) == 2

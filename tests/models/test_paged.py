@@ -293,19 +293,37 @@ def test_a_block_begun_with_old_weights_is_not_published_under_the_new():
     assert paged.pool.publish(session, ids(2) + ids(6, seed=1)) == 0
 
 
-def test_two_models_of_one_shape_on_one_pool_do_not_find_each_others_blocks():
+def test_a_pool_serves_one_model():
+    """Two in turns would find each other's rows between their calls."""
     one, two = model(seed=16), model(seed=17)
-    prompt = ids(8)
-    first = decoder(one)
-    second = PagedDecoder(two, first.pool)
-    for paged, m in ((first, one), (second, two), (first, one)):
-        session = paged.pool.open()
-        close(paged.prefill(session, prompt), contiguous(m, prompt), 1e-5)
-        assert paged.pool.publish(session, prompt) == 2
-        with paged.pool.lookup(prompt) as lease:
-            again = paged.pool.open()
-            lease.splice_into(again)
-        close(paged.decode([again], [3])[0], contiguous(m, [*prompt, 3]), 1e-5)
+    first, prompt = decoder(one), ids(8)
+    pool = first.pool
+    for make in (PagedDecoder, lk.serving.Engine):
+        with refused(pool, lk.PoolError, "a pool for each"):
+            make(two, pool)
+    PagedDecoder(one, pool)  # the same model, again
+    session = pool.open()
+    first.prefill(session, prompt)
+    assert pool.publish(session, prompt) == 2
+    pool.use_model(two.present_key)  # handed over
+    with refused(pool, lk.PoolError, "a pool for each"):
+        first.decode([session], [3])
+    second, again = PagedDecoder(two, pool), pool.open()
+    with pool.lookup(prompt) as lease:
+        assert lease.tokens == 0
+    close(second.prefill(again, prompt), contiguous(two, prompt), 1e-5)
+    assert (pool.publish(session, prompt), pool.publish(again, prompt)) == (0, 2)
+
+
+def test_a_step_of_another_model_is_refused():
+    one, two = model(seed=16), model(seed=17)
+    pool = one.new_pool(16, 4)
+    foreign = PagedDecoder(two, two.new_pool(16, 4)).session_for(1)
+    assert foreign.rebind_kv(pool) is None
+    session = pool.open()
+    with refused(pool, lk.PoolError, "need a pool for each"):
+        foreign.step([session], lambda starts: {})
+    assert pool.filled_tokens(session) == 0
 
 
 # Refusals and failures

@@ -1,5 +1,7 @@
 """Blocks that leave: detached from a session (POOL-3), evicted from the cache (POOL-5)."""
 
+import copy
+
 import pytest
 from pool_state import GONE, DictPool, refs, refused, session
 
@@ -320,3 +322,15 @@ def test_an_evicted_block_is_found_until_it_is_taken():
     pool.discard(other)
     pool.restore(s, handle)
     assert (pool.read(s), hits(pool, [0, 1, 2, 3])) == ([0, 1, 2, 3], [0])
+
+
+def test_a_copied_handle_is_the_handle():
+    pool = DictPool(6, 2)
+    s = session(pool, 4)
+    report = pool.evict(s)
+    twin = copy.copy(report.handle)
+    assert twin is report.handle
+    assert copy.deepcopy(report).handle is report.handle
+    pool.restore(s, twin)
+    with refused(pool, lk.StaleHandle):
+        pool.restore(s, report.handle)

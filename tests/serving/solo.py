@@ -111,5 +111,5 @@ def check_nothing_left(engine: Engine) -> None:
     assert pool.kv_bytes_resident() == 0
     assert not pool._sequences
     assert not pool._pins
-    if isinstance(pool._store, lk.MemoryBlockStore):
-        assert pool._store.keys() == []
+    if isinstance(pool.store, lk.MemoryBlockStore):
+        assert pool.store.keys() == []

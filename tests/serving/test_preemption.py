@@ -64,7 +64,7 @@ def test_blocks_come_back_byte_for_byte_elsewhere(model):
     report = engine.step()
     assert (report.preempted, second.state) == ([second], RequestState.PREEMPTED)
     assert engine.pool.kv_bytes_resident() < held
-    assert len(engine.pool._store.keys()) == 3
+    assert len(engine.pool.store.keys()) == 3
     others = engine.submit(tokens(14, 3), 20)  # takes the blocks that are free now
     engine.step()
     assert (len(first.pieces), len(second.pieces)) == (6, 4)
@@ -288,7 +288,7 @@ def test_a_preempted_request_whose_blocks_others_took(model):
     orders.hold = set()
     engine.run()
     assert (request.finish_reason, len(request.tokens)) == ("capacity", 2)
-    assert (pool.free_blocks(), pool._store.keys()) == (2, [])
+    assert (pool.free_blocks(), pool.store.keys()) == (2, [])
 
 
 def test_blocks_may_go_to_a_folder(model, tmp_path):

@@ -112,7 +112,7 @@ def test_everyone_who_finishes_has_the_right_tokens(model, fair):
         assert weather.refused > REQUESTS / 50
         # What a store would not delete at once is deleted with the next that is.
         store.refuse = set()
-        engine.pool._retry_deletes()
+        engine.pool._evicted.forget(())
         check_nothing_left(engine)
     # A plan for each bucket, and three that copy, read and write blocks.
     assert {(plan.batch, plan.seq) for plan in engine.decoder.plans} <= BUCKETS

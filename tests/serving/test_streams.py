@@ -215,11 +215,11 @@ def test_cancelled_while_preempted(model):
     first, second = (engine.submit(tokens(8, n), 12) for n in (1, 2))
     while second.state is not RequestState.PREEMPTED:
         engine.step()
-    assert engine.pool._store.keys()
+    assert engine.pool.store.keys()
     second.cancel()
     engine.step()
     assert second.state is RequestState.CANCELLED
-    assert engine.pool._store.keys() == []
+    assert engine.pool.store.keys() == []
     finish(engine)
     assert first.finish_reason == "length"
 

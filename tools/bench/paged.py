@@ -99,7 +99,7 @@ def shuffled(model, live: int, block_size: int) -> Callable[[], float]:
 
 def compare_lengths(model, block_size: int, rounds: int) -> dict[int, dict[str, float]]:
     print(
-        f"one step, block size {block_size}: ms, and times the contiguous step (limit {STEP_LIMIT}x)"
+        f"one step, block size {block_size}: ms, times the contiguous step (limit {STEP_LIMIT}x)"
     )
     rows = {}
     for live in LIVE:
