@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, SupportsIndex
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from lazykv import config
 from lazykv.device import DeviceLike, DeviceLocation, HostArray, device
 from lazykv.dtypes import DType, DTypeLike, dtype, to_logical
 from lazykv.errors import DTypeError, RangeError, ShapeError
