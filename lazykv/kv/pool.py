@@ -352,19 +352,21 @@ class DeviceKvPool(KvBlockPool):
             live, written = min(size, seq.filled - i * size), self._rows_written[block]
             if written < live and not self._is_realized(block):
                 raise RangeError(
-                    f"begin_step: got a read of row {i * size + written} of {session!r}, need a row "
+                    f"begin_step: got a read of row {i * size + written} of {session!r}, need one "
                     "that was written; use mark_written for rows that came by other ways"
                 )
 
     @locked
-    def begin_step(self, sessions: Sequence[SessionHandle], n: SupportsIndex) -> PoolStep:
+    def begin_step(
+        self, sessions: Sequence[SessionHandle], n: SupportsIndex, *, owner: object = None
+    ) -> PoolStep:
         """Append n tokens to each of several different sessions, all of whose blocks are resident,
         since a step reads them; all of them or none."""
         for session, seq in [(s, self._find("begin_step", s)) for s in sessions]:
             blocks = self._resident("begin_step", seq, range(len(seq.table)))
             if config.POISON:
                 self._check_written(session, seq, blocks)
-        return super().begin_step(sessions, n)
+        return super().begin_step(sessions, n, owner=owner)
 
     def _layout(self) -> tuple[object, ...]:
         return (*super()._layout(), str(self.dtype))

@@ -22,6 +22,7 @@ class PoolStep:
     starts: tuple[int, ...]
     tokens: int
     fence: FenceId
+    owner: object = None
 
 
 class SteppedPool(SharingPool):
@@ -47,25 +48,31 @@ class SteppedPool(SharingPool):
         return self._required_together(seqs, self._count("step_required", "n", n))
 
     @locked
-    def begin_step(self, sessions: Items[SessionHandle], n: SupportsIndex) -> PoolStep:
-        """Append n tokens to each of several different sessions, all of them or none."""
+    def begin_step(
+        self, sessions: Items[SessionHandle], n: SupportsIndex, *, owner: object = None
+    ) -> PoolStep:
+        """Append n tokens to each of several different sessions, all of them or none.
+
+        `owner` is any object; `cancel_steps_of` finds the step by it, if its `PoolStep` was lost to
+        an interrupt.
+        """
         seqs, tokens = [self._idle("begin_step", s) for s in sessions], self._count("step", "n", n)
         if not seqs or len(set(sessions)) != len(seqs):
             raise PoolError(f"begin_step: got sessions {list(sessions)}, need different ones")
         if not tokens:
             raise RangeError("begin_step: got n 0, need n >= 1")
-        starts = tuple(seq.filled for seq in seqs)
         self._blocks.need("begin_step", self._required_together(seqs, tokens))
+        starts = tuple(seq.filled for seq in seqs)
+        step = PoolStep(tuple(sessions), starts, tokens, self._blocks.open_fence(), owner)
+        # Known before anything moves: an interrupt at any later moment leaves a step to cancel.
+        self._steps[step.fence] = step
         try:
             for seq in seqs:
                 self._grow(seq, tokens)
+                seq.in_step = True
         except BaseException:
-            self._rewind(seqs, starts)
+            self.cancel_step(step)
             raise
-        for seq in seqs:
-            seq.in_step = True
-        step = PoolStep(tuple(sessions), starts, tokens, self._blocks.open_fence())
-        self._steps[step.fence] = step
         return step
 
     @locked
@@ -84,6 +91,12 @@ class SteppedPool(SharingPool):
         for seq, _ in there:
             seq.in_step = False
         self._rewind([seq for seq, _ in there], [start for _, start in there])
+
+    @locked
+    def cancel_steps_of(self, owner: object) -> None:
+        """Cancel every open step that was begun with this owner, the same object."""
+        for step in [s for s in self._steps.values() if s.owner is owner]:
+            self.cancel_step(step)
 
     def _close(self, step: PoolStep) -> None:
         if not isinstance(step, PoolStep) or self._steps.get(step.fence) is not step:

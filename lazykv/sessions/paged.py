@@ -100,16 +100,17 @@ class PagedDecodeSession:
             self._check_room(sessions)
             if self._model_key:
                 self.pool.note_model(self._model_key)
-            step = self.pool.begin_step(sessions, self.seq)
+            owner = object()
             try:
+                step = self.pool.begin_step(sessions, self.seq, owner=owner)
                 paging = self._paging(step)
                 if callable(given):
                     given = self._filled(given(np.array(step.starts, np.int64)), n)
                 out = self._held.step({**given, **paging})
+                self.pool.end_step(step)
             except BaseException:
-                self.pool.cancel_step(step)
+                self.pool.cancel_steps_of(owner)
                 raise
-            self.pool.end_step(step)
         return out[: n * (out.shape[0] // self.batch)]
 
     @contextmanager

@@ -296,3 +296,21 @@ def test_two_plans_in_two_threads_on_one_pool(make):
     assert errors == []
     assert [[read(pool, s) for s in pair] for pair in sessions] == [[list(range(30))] * 2] * 2
     pool.check()
+
+
+def test_an_interrupt_right_after_a_step_began_leaves_no_step_behind(make, monkeypatch):
+    pool = make(8, 2)
+    session = hold(pool)
+    a, real = opened(pool, [1]), pool.begin_step
+
+    def interrupted(*args, **kwargs):
+        real(*args, **kwargs)
+        raise KeyboardInterrupt  # the caller never sees the step
+
+    monkeypatch.setattr(pool, "begin_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        session.step([a], data(pool, [2]))
+    monkeypatch.undo()
+    pool.check()
+    assert (pool.filled_tokens(a), pool.free_blocks()) == (1, 7)
+    session.step([a], data(pool, [2]))
