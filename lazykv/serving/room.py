@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 
-from lazykv.errors import DTypeError, RangeError, SessionBusy
+from lazykv.errors import DTypeError, OutOfBlocks, RangeError, SessionBusy
 from lazykv.ids import RequestId
 from lazykv.kv.pool import DeviceKvPool
 from lazykv.serving.job import Job
@@ -91,7 +91,21 @@ class Room:
             for id in self.decide(short).preempt:
                 self.preempt(self._queues.running[id])
         elif not self._reclaim():
-            self._queues.finish(group[0], "capacity")
+            self._give_up(group[0], short)
+
+    def _give_up(self, job: Job, short: int) -> None:
+        """End a request for want of blocks; who asks can tell whether the pool is too small for it
+        or its blocks are with others."""
+        free = self._pool.free_blocks()
+        others = self._pool.capacity() - free - job.rows.held
+        if others > 0:
+            job.request.error = OutOfBlocks(
+                f"Engine: got {free} free blocks and {others} held by others, need {free + short} "
+                "free ones; submit it again when they are",
+                need=free + short,
+                have=free,
+            )
+        self._queues.finish(job, "capacity")
 
     def _reclaim(self, keep: Job | None = None) -> bool:
         """Free blocks of one preempted job other than `keep`: those that others no longer share,

@@ -267,6 +267,8 @@ def test_alone_in_a_pool_that_others_hold(model):
     # 16 rows, and the token chosen after the last.
     assert request.tokens == a.ids[:8]
     assert (long.finish_reason, long.tokens) == ("capacity", [])
+    assert [type(r.error) for r in (request, long)] == [lk.OutOfBlocks] * 2
+    assert "6 held by others" in str(long.error)
     assert pool.free_blocks() == 4
     pool.discard(outside)
     later = a.submit(engine)
