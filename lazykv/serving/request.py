@@ -26,8 +26,8 @@ class Request:
 
     `prompt` are its token ids. `pieces` are what has been generated so far, one `Piece` a token.
     `finish_reason` is None until it has ended, then ``"stop"``, ``"length"``, ``"capacity"`` (no
-    row is left for it), ``"cancelled"`` or ``"error"``; `error` is what a failed one died of, and an `OutOfBlocks`
-    where a row was lacking because others hold blocks of the pool.
+    row is left for it), ``"cancelled"`` or ``"error"``. `error` is what a failed one died of, or an
+    `OutOfBlocks` where a row was lacking because others hold blocks of the pool.
 
     Counters: `prefill_tokens` that were computed before a token could be chosen, `tokens_found` in
     the prefix index instead, `preemptions`, and `recomputations`, after which its rows had to be
