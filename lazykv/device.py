@@ -12,6 +12,7 @@ import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeAlias
@@ -21,7 +22,13 @@ import numpy.typing as npt
 
 from lazykv.dtypes import ALL as ALL_DTYPES
 from lazykv.dtypes import DType
-from lazykv.errors import BackendUnavailable, CaptureError, LazyKvError, ShapeError
+from lazykv.errors import (
+    BackendUnavailable,
+    BindingError,
+    CaptureError,
+    LazyKvError,
+    ShapeError,
+)
 from lazykv.layout import Layout
 from lazykv.spec import Spec
 
@@ -107,12 +114,15 @@ class Capabilities:
     """What a backend declares, and what the conformance suite therefore asks of it.
 
     `dtypes` are the names of dtypes it stores. An asynchronous backend queues work and may return
-    before it has run; one with `capture` can record a plan's calls and replay them.
+    before it has run; one with `capture` can record a plan's calls and replay them. Arrays of
+    `host_memory` can be used where they are by whoever takes host arrays, through DLPack or the
+    buffer protocol.
     """
 
     dtypes: frozenset[str] = frozenset(t.name for t in ALL_DTYPES)
     is_async: bool = False
     capture: bool = False
+    host_memory: bool = False
 
 
 class Capture(Protocol):
@@ -176,6 +186,11 @@ class Backend(ABC):
     def synchronize(self, location: DeviceLocation) -> None:  # noqa: B027 (most never wait)
         """Wait until everything given to a location has run; raises the first failure of it."""
 
+    def current(self, location: DeviceLocation) -> AbstractContextManager[object]:
+        """While a caller works on the backend's own arrays: what their library does inside is in
+        order with everything given to the location."""
+        return nullcontext()
+
     def capture(self, location: DeviceLocation, calls: Sequence[Step]) -> Capture:
         """Record calls without running them. Raises `CaptureError` if one cannot be recorded, such
         as one that allocates or that the host waits for."""
@@ -189,11 +204,8 @@ class Backend(ABC):
 ENTRY_POINTS = "lazykv.backends"
 _BUILTIN = {
     "cpu": "lazykv.backends.cpu:CpuBackend",
+    "cuda": "lazykv.backends.cuda:CudaBackend",
     "sim": "lazykv.backends.sim:SimBackend",
-}
-_HINTS = {
-    "cuda": "it takes CuPy (pip install 'lazykv[cuda13]' or 'lazykv[cuda12]') and a CUDA backend, "
-    f"which this version lacks; one may register as entry point 'cuda' in {ENTRY_POINTS!r}",
 }
 
 
@@ -267,8 +279,10 @@ def _load(kind: str) -> Backend:
             ) from e
         _check_version(kind, point.value, made)
         return made
-    hint = _HINTS.get(kind, f"install a package with an entry point {kind!r} in {ENTRY_POINTS!r}")
-    raise BackendUnavailable(f"location kind {kind!r}: got no backend, need one; {hint}")
+    raise BackendUnavailable(
+        f"location kind {kind!r}: got no backend, need one; install a package with an entry point "
+        f"{kind!r} in {ENTRY_POINTS!r}"
+    )
 
 
 def _check_version(kind: str, where: str, made: object) -> None:
@@ -334,10 +348,22 @@ def host_array(value: object) -> HostArray:
     if isinstance(value, np.ndarray):
         return value
     if hasattr(value, "__dlpack__") and not isinstance(value, np.generic):
-        return np.from_dlpack(value)
+        return _from_dlpack(value)
     if isinstance(value, bytes):  # NumPy would make a string of it
         return np.frombuffer(value, np.uint8)
     try:
         return np.asarray(value)
     except ValueError as e:
         raise ShapeError(f"array: got {type(value).__name__}: {e}, need a rectangular one") from e
+
+
+def _from_dlpack(value: Any) -> HostArray:
+    try:
+        return np.from_dlpack(value)
+    except LazyKvError:
+        raise
+    except (BufferError, RuntimeError) as e:  # NumPy's words for the memory of a device
+        raise BindingError(
+            f"array: got {type(value).__name__}: {e}, need memory that the host can read; copy it "
+            "first, with to('cpu'), get() or to_numpy()"
+        ) from e

@@ -187,15 +187,18 @@ class Storage:
     def read(self) -> Iterator[Array]:
         """The backend's own array (raw bits for bf16 and f8) under the shared lock, once the work
         queued on its location has run."""
+        backend = self._backend
         if self.frozen:
-            self._backend.synchronize(self.location)
-            yield self.array
+            backend.synchronize(self.location)
+            with backend.current(self.location):
+                yield self.array
             return
         self.lock.acquire_read()
         try:
             self.check_readable()
-            self._backend.synchronize(self.location)
-            yield self.array
+            backend.synchronize(self.location)
+            with backend.current(self.location):
+                yield self.array
         finally:
             self.lock.release_read()
 
@@ -206,10 +209,12 @@ class Storage:
         An exception inside the block leaves the storage torn.
         """
         self.check_writable()
+        backend = self._backend
         self.lock.acquire_write(repr(self))
         try:
-            self._backend.synchronize(self.location)
-            yield self.array
+            backend.synchronize(self.location)
+            with backend.current(self.location):
+                yield self.array
         except BaseException:
             self.torn = True
             raise
@@ -240,18 +245,30 @@ class Storage:
     # Exports share the memory and take no lock: who writes through one moves no version.
 
     def __dlpack__(self, **options: Any) -> object:
-        return to_logical(self.array, self.dtype).__dlpack__(**options)
+        with self._backend.current(self.location):  # the consumer waits for what was given to it
+            return to_logical(self.array, self.dtype).__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         kind, index = self.array.__dlpack_device__()
         return int(kind), int(index)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> HostArray:
-        return np.array(to_logical(self.array, self.dtype), dtype=dtype, copy=copy)
+        try:
+            return np.array(to_logical(self.array, self.dtype), dtype=dtype, copy=copy)
+        except TypeError as e:
+            raise self._not_host(e) from e
 
     def __buffer__(self, flags: int) -> memoryview:
         """The raw bits, for Python 3.12 and later (PEP 688)."""
-        return memoryview(self.array)
+        try:
+            return memoryview(self.array)
+        except (TypeError, RuntimeError) as e:
+            raise self._not_host(e) from e
+
+    def _not_host(self, e: Exception) -> BindingError:
+        return BindingError(
+            f"{self!r}: got a host access ({e}), need a copy; use to_numpy() or to('cpu')"
+        )
 
     def __copy__(self) -> "Storage":
         return self  # a handle: a second object with this id would have a state of its own

@@ -29,6 +29,7 @@ from lazykv.device import (
     Array,
     Backend,
     Call,
+    Capabilities,
     DeviceLocation,
     HostArray,
     Kernel,
@@ -63,6 +64,7 @@ class CpuBackend(Backend):
 
     name: ClassVar[str] = "cpu"
     api_version: ClassVar[int] = API_VERSION
+    capabilities = Capabilities(host_memory=True)
     survives_fork: ClassVar[bool] = True
     xp = np
 

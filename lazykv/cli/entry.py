@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
 
+import lazykv.cli.conformance as conformance
 import lazykv.cli.generate as generate
 import lazykv.cli.graph as graph
 import lazykv.cli.plan as plan
@@ -52,6 +53,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"lazykv {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for module in (generate, serve_batch, graph, plan):
+    for module in (generate, serve_batch, graph, plan, conformance):
         module.add_commands(commands)
     return parser

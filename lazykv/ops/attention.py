@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 from lazykv.dtypes import bool_, f32, i64
 from lazykv.errors import DTypeError, RangeError, ShapeError
-from lazykv.ops.elementwise import Add, And, Gt, Le, Lt, MulScalar, SubScalar
+from lazykv.ops.elementwise import Add, And, Ge, Gt, Le, Lt, MulScalar, SubScalar
 from lazykv.ops.matmul import MatMul
-from lazykv.ops.move import Cast, Concat, Where
+from lazykv.ops.move import Cast, Concat, Take, Where
 from lazykv.ops.op import (
     Bound,
     Op,
@@ -118,12 +118,16 @@ class Attention(Op):
 
     def check_live(self, rows: int, ins: tuple[Any, ...]) -> int:
         """The live rows, once they are known to fit the operands (arrays or specs)."""
-        low, high = self.least(ins[0]), ins[1].shape[2]
-        if self.has_mask and len(ins[3].shape) and ins[3].shape[-1] > 1:
-            low = high = ins[3].shape[-1]
+        low, high = self._live_range(ins)
         if not low <= rows <= high:
             raise RangeError(f"{self.name}: got length {rows}, need {low} <= length <= {high}")
         return rows
+
+    def _live_range(self, ins: tuple[Any, ...]) -> tuple[int, int]:
+        """Fewest and most live rows of operands (arrays or specs)."""
+        if self.has_mask and len(ins[3].shape) and ins[3].shape[-1] > 1:
+            return ins[3].shape[-1], ins[3].shape[-1]
+        return self.least(ins[0]), ins[1].shape[2]
 
     def body(self, xp: Any, *ins: Any) -> Any:
         q, k, v = ins[:3]
@@ -132,12 +136,12 @@ class Attention(Op):
         masks = [ins[3]] if self.has_mask else []
         if self.causal or self.window is not None:
             masks.append(self.visible(xp, q.shape[2], live))
-        return attend(xp, q, k[:, :, :live], v[:, :, :live], self.scale, *masks)
+        return attend(xp, q, k[:, :, :live, :], v[:, :, :live, :], self.scale, *masks)
 
     def visible(self, xp: Any, queries: int, live: int) -> Any:
         """``[queries, live]`` bool: which row each query may see by position."""
         place = xp.arange(live - queries, live)[:, None]
-        rows = xp.arange(live)[None]
+        rows = xp.arange(live)[None, :]
         seen = rows <= place if self.causal else rows >= 0
         return seen if self.window is None else seen & (rows > place - self.window)
 
@@ -150,7 +154,7 @@ class Attention(Op):
         if 0 in shape or rows == 0:
             return b.apply(Fill(shape, dtype, 0.0))
         if self.has_length:
-            length = ins[-1]
+            length = lower_checked(b, ins[-1], *self._live_range(tuple(map(b.spec, ins))))
         else:
             length = b.apply(SymValue((), i64, rows if self.length is None else self.length))
         seen = b.apply(BroadcastTo(full), self._lower_visible(b, length, queries, rows))
@@ -188,12 +192,25 @@ def attend(xp: Any, q: Any, k: Any, v: Any, scale: float, *masks: Any) -> Any:
     """Softmax of scaled scores under masks (bool or additive), times v: the reference."""
     (batch, heads, queries, dim), (kv_heads, rows) = q.shape, k.shape[1:3]
     folded = (batch, kv_heads, heads // kv_heads * queries)
-    grouped = q.reshape(*folded, dim) * xp.asarray(scale, q.dtype)
-    scores = xp.matmul(grouped, xp.swapaxes(k, 2, 3)).reshape(batch, heads, queries, rows)
+    grouped = xp.reshape(q, (*folded, dim)) * scale
+    scores = xp.matmul(grouped, xp.matrix_transpose(k))
+    scores = xp.reshape(scores, (batch, heads, queries, rows))
     for mask in masks:
-        scores = xp.where(mask, scores, -xp.inf) if mask.dtype == bool else scores + mask
-    weights = Softmax(3).body(xp, scores).reshape(*folded, rows)
-    return xp.matmul(weights, v).reshape(batch, heads, queries, v.shape[3])
+        is_bool = xp.isdtype(mask.dtype, "bool")
+        scores = xp.where(mask, scores, -xp.inf) if is_bool else scores + mask
+    weights = xp.reshape(Softmax(3).body(xp, scores), (*folded, rows))
+    return xp.reshape(xp.matmul(weights, v), (batch, heads, queries, v.shape[3]))
+
+
+def lower_checked(b: Any, value: Any, low: int, high: int | None = None) -> Any:
+    """A rank-0 i64, refused when it is read unless ``low <= value <= high``: `take` then gets an id
+    that its table has not."""
+    fits = b.apply(Ge(), value, b.apply(Fill((), i64, low)))
+    if high is not None:
+        fits = b.apply(And(), fits, b.apply(Le(), value, b.apply(Fill((), i64, high))))
+    zero, one = (b.apply(Fill((), i64, n)) for n in (0, 1))
+    checked = b.apply(Take(), b.apply(Iota((1,), i64)), b.apply(Where(), fits, zero, one))
+    return b.apply(Add(), value, checked)
 
 
 def rows_where(b: Any, live: Any, x: Any) -> Any:

@@ -147,8 +147,7 @@ class BinaryScalar(Op):
         return s
 
     def body(self, xp: Any, *ins: Any) -> Any:
-        number = xp.asarray(self.value, dtype=ins[0].dtype)
-        pair = (number, ins[0]) if self.reverse else (ins[0], number)
+        pair = (self.value, ins[0]) if self.reverse else (ins[0], self.value)
         return getattr(xp, self.ufunc)(*pair)
 
 
@@ -285,8 +284,7 @@ class Gelu(Unary):
 
     def body(self, xp: Any, *ins: Any) -> Any:
         a, (c, d) = ins[0], GELU_TANH
-        inner = (a + a * a * a * xp.asarray(d, a.dtype)) * xp.asarray(c, a.dtype)
-        return a * (xp.tanh(inner) + 1) * xp.asarray(0.5, a.dtype)
+        return a * (xp.tanh((a + a * a * a * d) * c) + 1) * 0.5
 
     def lower(self, b: Any, *ins: Any) -> Any:
         a, (c, d) = ins[0], GELU_TANH

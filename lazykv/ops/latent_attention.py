@@ -103,12 +103,12 @@ class LatentAttention(Op):
         length: Any = ins[4] if self.has_length else self.length
         rows, queries = latent.shape[0], q_latent.shape[2]
         live = rows if length is None else self.check_live(int(length), queries, rows)
-        latent, rope = latent[:live], rope[:live]
-        scale = xp.asarray(self.scale, q_latent.dtype)
+        latent, rope = latent[:live, :], rope[:live, :]
+        scale = self.scale
         scores = xp.matmul(q_latent * scale, latent.T) + xp.matmul(q_rope * scale, rope.T)
         if self.causal:
             place = xp.arange(live - queries, live)[:, None]
-            scores = xp.where(xp.arange(live)[None] <= place, scores, -xp.inf)
+            scores = xp.where(xp.arange(live)[None, :] <= place, scores, -xp.inf)
         return xp.matmul(Softmax(3).body(xp, scores), latent)
 
     def lower(self, b: Any, *ins: Any) -> Any:

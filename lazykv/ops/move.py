@@ -7,7 +7,7 @@ import numpy as np
 
 from lazykv.dtypes import DType
 from lazykv.errors import DTypeError, RangeError, ShapeError
-from lazykv.ops.op import Op, need_arity, need_same_dtype
+from lazykv.ops.op import Op, dtype_in, need_arity, need_same_dtype
 from lazykv.spec import Spec
 
 
@@ -24,7 +24,7 @@ class Copy(Op):
         return ins[0]
 
     def body(self, xp: Any, *ins: Any) -> Any:
-        return ins[0].copy()
+        return ins[0]
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Cast(Op):
         return Spec(ins[0].shape, self.dtype)
 
     def body(self, xp: Any, *ins: Any) -> Any:
-        if self.dtype.is_float and ins[0].dtype.kind == "f":
+        if self.dtype.is_float and xp.isdtype(ins[0].dtype, "real floating"):
             # Storing rounds, and must be the only rounding.
             return _odd_f32(xp, ins[0]) if self.dtype.is_bits else ins[0]
-        return ins[0].astype(self.dtype.compute)
+        return xp.astype(ins[0], dtype_in(xp, self.dtype.compute))
 
 
 def _odd_f32(xp: Any, x: Any) -> Any:
@@ -87,8 +87,9 @@ class Take(Op):
     def body(self, xp: Any, *ins: Any) -> Any:
         table, ids = ins
         if ids.size:
-            self.check(int(ids.min()), int(ids.max()), table.shape[0])
-        return xp.take(table, ids, axis=0)
+            self.check(int(xp.min(ids)), int(xp.max(ids)), table.shape[0])
+        rows = xp.take(table, xp.reshape(ids, (-1,)), axis=0)
+        return xp.reshape(rows, ids.shape + table.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class Concat(Op):
         return Spec(shape, first.dtype)
 
     def body(self, xp: Any, *ins: Any) -> Any:
-        return xp.concatenate(ins, axis=self.axis)
+        return xp.concat(ins, axis=self.axis)
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ class RmsNorm(Op):
     def body(self, xp: Any, *ins: Any) -> Any:
         x, weight = ins
         square = xp.mean(x * x, axis=-1, keepdims=True)
-        return x * (1 / xp.sqrt(square + xp.asarray(self.eps, x.dtype))) * weight
+        return x * (1 / xp.sqrt(square + self.eps)) * weight
 
     def lower(self, b: Any, *ins: Any) -> Any:
         x, weight = ins
@@ -64,7 +64,7 @@ class LayerNorm(Op):
         x, weight, bias = ins
         centred = x - xp.mean(x, axis=-1, keepdims=True)
         variance = xp.mean(centred * centred, axis=-1, keepdims=True)
-        return centred * (1 / xp.sqrt(variance + xp.asarray(self.eps, x.dtype))) * weight + bias
+        return centred * (1 / xp.sqrt(variance + self.eps)) * weight + bias
 
     def lower(self, b: Any, *ins: Any) -> Any:
         x, weight, bias = ins

@@ -74,7 +74,9 @@ class Op:
         """The result as an array of namespace `xp`: the reference semantics.
 
         Inputs come in the dtype arithmetic runs in (f32 for 16-bit floats), or as raw bits if
-        `bits`. Symbolic fields are ints by then. Never modifies its inputs.
+        `bits`. Symbolic fields are ints by then. Never modifies its inputs; the result may be one.
+        Of `xp` it takes what the array API standard has (2024.12), and that new arrays are made on
+        the device of the inputs unless told otherwise.
         """
         raise NotImplementedError
 
@@ -124,6 +126,11 @@ def is_proved(b: Bound) -> bool:
     """Whether declared ranges prove the bound, so that it need not be checked per pass."""
     low, high = dim_bounds(b.value)
     return b.low <= low and high is not None and high <= b.high
+
+
+def dtype_in(xp: Any, dt: np.dtype[Any]) -> Any:
+    """A NumPy dtype as the array namespace `xp` has it, under the same name."""
+    return getattr(xp, dt.name)
 
 
 def need_arity(who: str, ins: Sequence[Spec], n: int) -> None:

@@ -106,24 +106,27 @@ class PagedAttention(Op):
     def body(self, xp: Any, *ins: Any) -> Any:
         q, k_pool, v_pool, table, lens = ins
         (batch, heads, queries, _), (blocks, size) = q.shape, k_pool.shape[:2]
-        live = [int(n) for n in lens]
+        live = [int(lens[b]) for b in range(batch)]
         self.check_lens(live, queries, table.shape[1] * size)
-        used = [self._used(b, table, n, queries, blocks, size) for b, n in enumerate(live)]
-        out = xp.zeros((batch, heads, queries, v_pool.shape[3]), q.dtype)
+        used = [self._used(xp, b, table, n, queries, blocks, size) for b, n in enumerate(live)]
+        out = xp.zeros((batch, heads, queries, v_pool.shape[3]), dtype=q.dtype)
         for b, n in enumerate(live):
             if n and queries:
                 first = self.first(n, queries)
                 skip, rows = first % size, xp.arange(first, n)
-                k, v = (_in_order(xp, p[used[b]], skip, n - first) for p in (k_pool, v_pool))
+                blocks_of = (xp.take(p, used[b], axis=0) for p in (k_pool, v_pool))
+                k, v = (_in_order(xp, p, skip, n - first) for p in blocks_of)
                 seen = visible(xp, xp.arange(n - queries, n), rows, self.window)
-                out[b] = attend(xp, q[b : b + 1], k, v, self.scale, seen)[0]
+                out[b, ...] = attend(xp, q[b : b + 1, ...], k, v, self.scale, seen)[0, ...]
         return out
 
-    def _used(self, b: int, table: Any, n: int, queries: int, blocks: int, size: int) -> Any:
+    def _used(
+        self, xp: Any, b: int, table: Any, n: int, queries: int, blocks: int, size: int
+    ) -> Any:  # fmt: skip
         """The used entries of a table row, once they are known to lie in the pool."""
         used = table[b, self.first(n, queries) // size : -(-n // size)]
         if used.size:
-            self.check_blocks(b, int(used.max()), blocks)
+            self.check_blocks(b, int(xp.max(used)), blocks)
         return used
 
     def lower(self, b: Any, *ins: Any) -> Any:
@@ -191,14 +194,15 @@ class PagedAttention(Op):
 
 def visible(xp: Any, place: Any, rows: Any, window: int | None) -> Any:
     """``[Sq, n]`` bool: which of the rows at some positions the queries at some places see."""
-    seen = rows[None] <= place[:, None]
-    return seen if window is None else seen & (rows[None] > place[:, None] - window)
+    rows, place = rows[None, :], place[:, None]
+    seen = rows <= place
+    return seen if window is None else seen & (rows > place - window)
 
 
 def _in_order(xp: Any, blocks: Any, skip: int, rows: int) -> Any:
     """``[n, bs, H, D]`` blocks as one sequence of rows after `skip`: ``[1, H, rows, D]``."""
-    flat = blocks.reshape(-1, *blocks.shape[2:])[skip : skip + rows]
-    return xp.swapaxes(flat, 0, 1)[None]
+    flat = xp.reshape(blocks, (-1, *blocks.shape[2:]))[skip : skip + rows, ...]
+    return xp.permute_dims(flat, (1, 0, 2))[None, ...]
 
 
 def _spread(b: Any, line: Any, shape: tuple[int, ...], axis: int) -> Any:

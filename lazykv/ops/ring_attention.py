@@ -9,6 +9,7 @@ from lazykv.errors import RangeError
 from lazykv.ops.attention import (
     attend,
     check_operands,
+    lower_checked,
     lower_scores,
     lower_weighted,
     rows_where,
@@ -104,10 +105,11 @@ class RingAttention(Op):
         last = self.check_length(int(length), queries)
         runs = self.runs(last - queries, last, rows)
         none = xp.arange(0)
-        slots = xp.concatenate([none, *(xp.arange(s, s + n) for s, _, n in runs)])
-        positions = xp.concatenate([none, *(xp.arange(p, p + n) for _, p, n in runs)])
+        slots = xp.concat([none, *(xp.arange(s, s + n) for s, _, n in runs)])
+        positions = xp.concat([none, *(xp.arange(p, p + n) for _, p, n in runs)])
         seen = self.visible(xp, last - queries, last, positions)
-        return attend(xp, q, k[:, :, slots], v[:, :, slots], self.scale, seen)
+        k, v = (xp.take(x, slots, axis=2) for x in (k, v))
+        return attend(xp, q, k, v, self.scale, seen)
 
     def lower(self, b: Any, *ins: Any) -> Any:
         """Over all R slots, with masks made from the position that each slot holds."""
@@ -117,7 +119,7 @@ class RingAttention(Op):
         if 0 in out:
             return b.apply(Fill(out, dtype, 0.0))
         if self.has_length:
-            length = ins[3]
+            length = lower_checked(b, ins[3], queries)
         else:
             assert self.length is not None, "a length is a parameter or an input"
             length = b.apply(SymValue((), i64, self.length))

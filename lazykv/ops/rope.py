@@ -40,7 +40,7 @@ class Rope(Op):
         return x
 
     def _wide(self, xp: Any, table: Any) -> Any:
-        return table[:, None] if table.ndim == 3 else table
+        return xp.expand_dims(table, axis=1) if table.ndim == 3 else table
 
     def body(self, xp: Any, *ins: Any) -> Any:
         x, cos, sin = ins[0], self._wide(xp, ins[1]), self._wide(xp, ins[2])

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lazykv.dtypes import DType
-from lazykv.ops.op import Op, need_arity, need_number_of
+from lazykv.ops.op import Op, dtype_in, need_arity, need_number_of
 from lazykv.spec import Shape, Spec
 from lazykv.symbols import Dim
 
@@ -73,7 +73,7 @@ class Iota(Source):
     pure: ClassVar[bool] = True
 
     def body(self, xp: Any, *ins: Any) -> Any:
-        return xp.arange(self.shape[0], dtype=self.dtype.numpy)
+        return xp.arange(self.shape[0], dtype=dtype_in(xp, self.dtype.numpy))
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class SymValue(Source):
     value: Dim = 0
 
     def body(self, xp: Any, *ins: Any) -> Any:
-        return xp.asarray(self.value, dtype=self.dtype.numpy)
+        return xp.asarray(self.value, dtype=dtype_in(xp, self.dtype.numpy))
 
 
 @dataclass(frozen=True)
@@ -103,4 +103,4 @@ class Fill(Source):
         return out
 
     def body(self, xp: Any, *ins: Any) -> Any:
-        return xp.full(self.shape, self.value, dtype=self.dtype.compute)
+        return xp.full(self.shape, self.value, dtype=dtype_in(xp, self.dtype.compute))

@@ -76,8 +76,8 @@ class Slice(View):
         return source.slice(self.axis, self.start, self.length)
 
     def body(self, xp: Any, *ins: Any) -> Any:
-        lead = (slice(None),) * self.axis
-        return ins[0][(*lead, slice(self.start, self.start + self.length))]  # type: ignore[operator]
+        stop = self.start + self.length  # type: ignore[operator]
+        return ins[0][(*(slice(None),) * self.axis, slice(self.start, stop), ...)]
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Permute(View):
         return source.permute(self.axes)
 
     def body(self, xp: Any, *ins: Any) -> Any:
-        return xp.transpose(ins[0], self.axes)
+        return xp.permute_dims(ins[0], self.axes)
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class Unsqueeze(View):
         )
 
     def body(self, xp: Any, *ins: Any) -> Any:
-        return xp.expand_dims(ins[0], self.axis)
+        return xp.expand_dims(ins[0], axis=self.axis)
 
 
 @dataclass(frozen=True)
@@ -187,4 +187,4 @@ class Contiguize(View):
         return source if source.is_contiguous else None
 
     def body(self, xp: Any, *ins: Any) -> Any:
-        return xp.ascontiguousarray(ins[0])
+        return ins[0]

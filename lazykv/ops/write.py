@@ -60,7 +60,7 @@ class WriteSlice(Op):
             yield Bound(start, 0, extent - width, f"start on axis {axis} (width {width})")
 
     def body(self, xp: Any, *ins: Any) -> Any:
-        out = ins[0].copy()
+        out = xp.asarray(ins[0], copy=True)
         out[self.index()] = ins[1]
         return out
 
@@ -116,9 +116,9 @@ class WriteSliceDoff(Op):
         return offset
 
     def body(self, xp: Any, *ins: Any) -> Any:
-        out, rows = ins[0].copy(), ins[1].shape[self.axis]
+        out, rows = xp.asarray(ins[0], copy=True), ins[1].shape[self.axis]
         start = self.start(int(ins[2]), rows, out.shape[self.axis])
-        out[(slice(None),) * self.axis + (slice(start, start + rows),)] = ins[1]
+        out[(slice(None),) * self.axis + (slice(start, start + rows), ...)] = ins[1]
         return out
 
 
@@ -189,7 +189,7 @@ class WriteSliceRotating(Op):
         return [(slot, place - position, count) for slot, place, count in runs]
 
     def body(self, xp: Any, *ins: Any) -> Any:
-        out, lead = ins[0].copy(), (slice(None),) * self.axis
+        out, lead = xp.asarray(ins[0], copy=True), (slice(None),) * self.axis
         for slot, row, n in self.pieces(int(ins[2]), ins[1].shape[self.axis]):
-            out[(*lead, slice(slot, slot + n))] = ins[1][(*lead, slice(row, row + n))]
+            out[(*lead, slice(slot, slot + n), ...)] = ins[1][(*lead, slice(row, row + n), ...)]
         return out

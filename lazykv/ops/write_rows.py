@@ -64,8 +64,10 @@ class WriteRows(Op):
             seen[row] = i
 
     def body(self, xp: Any, *ins: Any) -> Any:
-        out, src, rows = ins[0].copy(), ins[1], ins[2]
-        n = self.check_count(int(ins[3]), len(rows)) if self.has_count else len(rows)
-        self.check_rows(rows[:n].tolist(), len(out))
-        out[rows[:n]] = src[:n]
+        out, src, rows = xp.asarray(ins[0], copy=True), ins[1], ins[2]
+        n = self.check_count(int(ins[3]), rows.shape[0]) if self.has_count else rows.shape[0]
+        used = [int(rows[i]) for i in range(n)]
+        self.check_rows(used, out.shape[0])
+        for i, row in enumerate(used):
+            out[row, ...] = src[i, ...]
         return out

@@ -1,9 +1,14 @@
-"""Fixtures of the kernels' tests."""
+"""Fixtures of the kernels' tests, and a CUDA backend on the stand-in for CuPy."""
 
 from collections.abc import Iterator
 
+import fake_cupy
 import pytest
 from cuda_cpu import Memory
+from fake_cupy import kernels
+
+from lazykv.backends.cuda import CudaBackend
+from lazykv.device import register_backend, registry, unregister_backend
 
 
 @pytest.fixture
@@ -12,4 +17,27 @@ def memory(capfd: pytest.CaptureFixture[str]) -> Iterator[Memory]:
     made = Memory()
     yield made
     made.check()
+    assert "runtime error" not in capfd.readouterr().err
+
+
+@pytest.fixture(scope="session")
+def kept_modules(request: pytest.FixtureRequest) -> None:
+    """Compiled kernels are kept between runs, if pytest keeps anything."""
+    cache = getattr(request.config, "cache", None)
+    kernels.folder = cache and cache.mkdir("cuda_modules")
+
+
+@pytest.fixture
+def cuda(kept_modules: None, capfd: pytest.CaptureFixture[str]) -> Iterator[CudaBackend]:
+    """A fresh machine of two devices, and the backend on it in place of the process's own; no
+    sanitizer has complained about a kernel in the end."""
+    before = registry.backends.get("cuda")
+    with fake_cupy.installed():
+        made = CudaBackend()
+        register_backend("cuda", made)
+        yield made
+        if before is None:
+            unregister_backend("cuda")
+        else:
+            register_backend("cuda", before)
     assert "runtime error" not in capfd.readouterr().err

@@ -54,15 +54,20 @@ def _shim() -> bytes:
         return built.read_bytes()
 
 
-def build(text: str) -> ctypes.CDLL:
-    """CUDA C with `SHIM_KERNEL(name)` for every kernel, compiled and loaded."""
-    with tempfile.TemporaryDirectory() as folder:
+def build(text: str, keep: Path | None = None) -> ctypes.CDLL:
+    """CUDA C with `SHIM_KERNEL(name)` for every kernel, compiled and loaded.
+
+    The library is left at `keep`, and taken from there if it is there already.
+    """
+    if keep is not None and keep.exists():
+        return ctypes.CDLL(str(keep))
+    with tempfile.TemporaryDirectory(dir=keep and keep.parent) as folder:
         shim, kernels, built = (Path(folder, n) for n in ("shim.o", "kernels.o", "kernels.so"))
         shim.write_bytes(_shim())
         _compile(f'#include "cuda_shim.h"\n{text}', *_SANITIZE, "-c", "-o", str(kernels))
         link = [str(COMPILER), "-shared", *_SANITIZE, str(kernels), str(shim), "-o", str(built)]
         subprocess.run(link, check=True)
-        return ctypes.CDLL(str(built))
+        return ctypes.CDLL(str(built if keep is None else built.replace(keep)))
 
 
 def run(library: ctypes.CDLL, symbol: str, launch: ck.Launch, args: list[Array], flags: int) -> str:

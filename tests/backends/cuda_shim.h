@@ -18,6 +18,7 @@ extern ShimDim threadIdx, blockIdx, blockDim, gridDim;
 extern "C" {
 float expf(float);
 float sqrtf(float);
+float tanhf(float);
 float fmaxf(float, float);
 
 void shim_barrier();

@@ -46,7 +46,7 @@ def test_parameters_are_what_the_table_says(names: tuple[str, ...]) -> None:
 def test_structs_have_the_fields_of_the_source() -> None:
     source = "\n".join(FILES.values())
     for name, c_name in (("walk", "Walk"), ("rope", "RopeArgs"), ("attention", "AttentionArgs"),
-                         ("gemv", "GemvArgs")):  # fmt: skip
+                         ("gemv", "GemvArgs"), ("map", "MapArgs")):  # fmt: skip
         found = re.search(rf"struct {c_name} {{(.*?)}};", source, re.DOTALL)
         assert found is not None
         body = re.sub(r"//.*", "", found[1])

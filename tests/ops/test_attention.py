@@ -3,7 +3,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toy_backends import FLOATS, check_everywhere, floats, run_everywhere
+from toy_backends import (
+    FLOATS,
+    Portable,
+    Primitive,
+    check_everywhere,
+    floats,
+    registered,
+    run_everywhere,
+)
 
 import lazykv as lk
 from lazykv.errors import RangeError
@@ -221,6 +229,29 @@ def test_a_length_read_at_run_time_is_checked_then() -> None:
         with pytest.raises(RangeError, match=f"length {bad}, need 1 <= length <= 7"):
             plan.run({n: np.int64(bad)})
     np.testing.assert_allclose(plan.run({n: np.int64(7)}), reference(q, k, v), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("place", ["portable:0", "primitive:0"])
+@pytest.mark.parametrize("kind", ["linear", "masked", "latent", "ring"])
+def test_bodies_and_lowerings_check_a_length_in_a_tensor_too(kind: str, place: str) -> None:
+    """Two queries over six rows, or five under a mask; a ring has no most."""
+    g = lk.Graph()
+    n, q = g.placeholder((), "i64"), g.placeholder((1, 2, 2, 4), "f32")
+    k, rows = g.placeholder((1, 2, 6, 4), "f32"), g.placeholder((6, 4), "f32")
+    mask = g.placeholder((5,), "bool")
+    made, bad, good = {
+        "linear": lambda: (lk.attention(q, k, k, length=n), (-1, 0, 1, 7, 2**40), 6),
+        "masked": lambda: (lk.attention(q, k, k, length=n, mask=mask), (1, 4, 6), 5),
+        "latent": lambda: (lk.latent_attention(q, q, rows, rows, scale=1, length=n), (1, 7), 2),
+        "ring": lambda: (lk.ring_attention(q, k, k, length=n, window=4), (-1, 1), 2**40),
+    }[kind]()
+    with registered(Primitive(), Portable()):
+        data = {t: np.ones(t.shape, t.dtype.numpy) for t in (q, k, rows, mask)}
+        plan = lk.plan(made, data, place)
+        for length in bad:
+            with pytest.raises(RangeError):
+                plan.run({n: np.int64(length)})
+        np.testing.assert_allclose(plan.run({n: np.int64(good)}), 1, rtol=1e-5)
 
 
 def test_a_symbolic_length_is_checked_before_anything_runs() -> None:

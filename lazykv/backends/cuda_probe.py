@@ -1,0 +1,112 @@
+"""What a machine has for the CUDA backend, found out stage by stage.
+
+Importing CuPy, `cupy.cuda.Device(0)` and `cupy.RawModule(...)` all succeed without a GPU, so every
+stage does what it is named for and looks at the result.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+CUPY_MAJOR = 14
+
+_EXTRAS = "pip install 'lazykv[cuda13]' or 'lazykv[cuda12]'"
+_SOURCE = 'extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= 2; }'
+_VALUES = np.arange(32, dtype=np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One thing the backend needs: what was found, and what to do about it if it is not `ok`."""
+
+    name: str
+    ok: bool
+    detail: str
+    hint: str
+
+
+def probe() -> list[Stage]:
+    """The stages up to the first that is not ok: ``cupy``, ``driver``, ``device``, ``memory``,
+    ``compiler`` and ``capture`` (on device 0). Never raises."""
+    made: list[Stage] = []
+    cupy: Any = None
+    for name, check, hint in _STAGES:
+        try:
+            if cupy is None:
+                cupy = importlib.import_module("cupy")
+            made.append(Stage(name, *check(cupy), hint))
+        except Exception as e:
+            text = " ".join(str(e).split())
+            made.append(Stage(name, False, f"{type(e).__name__}: {text}", hint))
+        if not made[-1].ok:
+            break
+    return made
+
+
+def _cupy(cupy: Any) -> tuple[bool, str]:
+    major = int(str(cupy.__version__).partition(".")[0])
+    return major >= CUPY_MAJOR, f"CuPy {cupy.__version__}"
+
+
+def _driver(cupy: Any) -> tuple[bool, str]:
+    """Of a major version of CUDA all releases run on the driver of the first one."""
+    have, built = cupy.cuda.runtime.driverGetVersion(), cupy.cuda.runtime.runtimeGetVersion()
+    if not have:
+        return False, "no CUDA driver"
+    text = f"driver of CUDA {_version(have)}, CuPy for CUDA {_version(built)}"
+    return have // 1000 >= built // 1000, text
+
+
+def _version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def _device(cupy: Any) -> tuple[bool, str]:
+    count = cupy.cuda.runtime.getDeviceCount()
+    return count > 0, f"{count} devices"
+
+
+def _memory(cupy: Any) -> tuple[bool, str]:
+    with cupy.cuda.Device(0):
+        there = cupy.asarray(_VALUES)
+        back = cupy.asnumpy(there)
+    return bool((back == _VALUES).all()), f"{back.nbytes} bytes there and back"
+
+
+def _compiler(cupy: Any) -> tuple[bool, str]:
+    return _doubled(cupy, lambda kernel, x: kernel((1,), (32,), (x,))), "NVRTC compiles"
+
+
+def _capture(cupy: Any) -> tuple[bool, str]:
+    def run(kernel: Any, x: Any) -> None:
+        stream = cupy.cuda.get_current_stream()
+        stream.begin_capture()
+        kernel((1,), (32,), (x,))
+        graph = stream.end_capture()
+        if not (cupy.asnumpy(x) == _VALUES).all():
+            raise RuntimeError("the kernel ran while it was captured")
+        graph.launch(stream)
+
+    return _doubled(cupy, run), "streams are captured and replayed"
+
+
+def _doubled(cupy: Any, run: Callable[[Any, Any], None]) -> bool:
+    """Whether a kernel that doubles its argument does so."""
+    with cupy.cuda.Device(0), cupy.cuda.Stream(non_blocking=True):
+        kernel = cupy.RawModule(code=_SOURCE).get_function("twice")
+        x = cupy.asarray(_VALUES)
+        run(kernel, x)
+        return bool((cupy.asnumpy(x) == 2 * _VALUES).all())
+
+
+_STAGES: tuple[tuple[str, Callable[[Any], tuple[bool, str]], str], ...] = (
+    ("cupy", _cupy, f"CuPy >= {CUPY_MAJOR}; {_EXTRAS}"),
+    ("driver", _driver, f"an NVIDIA driver as new as CuPy's CUDA; {_EXTRAS}, as the driver allows"),
+    ("device", _device, "a GPU; see `nvidia-smi` and CUDA_VISIBLE_DEVICES"),
+    ("memory", _memory, "a GPU with free memory; see `nvidia-smi`"),
+    ("compiler", _compiler, "CUDA's NVRTC; pip install 'cupy-cuda13x[ctk]' or 'cupy-cuda12x[ctk]'"),
+    ("capture", _capture, "a driver that captures streams"),
+)

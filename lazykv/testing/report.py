@@ -1,0 +1,114 @@
+"""The report of a run: plain values, described by ``report.schema.json`` beside this file."""
+
+import json
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from typing import Any, Literal, TypeAlias
+
+from lazykv.device import ENTRY_POINTS, Backend
+from lazykv.testing.levels import LEVELS
+from lazykv.testing.target import Target
+
+SCHEMA = "lazykv.conformance/1"
+
+Outcome: TypeAlias = Literal["passed", "failed", "xfailed", "skipped"]
+OUTCOMES: tuple[Outcome, ...] = ("passed", "failed", "xfailed", "skipped")
+
+_PACKAGES = ("lazykv", "numpy", "ml_dtypes", "pytest")
+_GRAVITY = {"passed": 0, "skipped": 1, "xfailed": 2, "failed": 3}
+
+
+@dataclass
+class Result:
+    """One test. `reason` is why it was skipped or expected to fail, or the failure's message."""
+
+    id: str
+    level: str
+    outcome: Outcome
+    reason: str | None = None
+    duration_s: float = 0.0
+
+
+@dataclass
+class Report:
+    """The tests of one run on one target."""
+
+    target: Target
+    results: dict[str, Result] = field(default_factory=dict)
+    stale: list[str] = field(default_factory=list)
+    started: datetime = field(default_factory=lambda: datetime.now(UTC))
+
+    def add(
+        self, test_id: str, outcome: Outcome | None, reason: str | None, seconds: float
+    ) -> None:
+        """Note one phase of a test; the worst outcome of its phases is its own."""
+        result = self.results.get(test_id)
+        if result is None:
+            result = Result(test_id, test_id.partition("/")[0], "passed")
+            self.results[test_id] = result
+        result.duration_s += seconds
+        if outcome is not None and _GRAVITY[outcome] > _GRAVITY[result.outcome]:
+            result.outcome, result.reason = outcome, reason
+
+    def outcomes(self) -> dict[str, str]:
+        return {r.id: r.outcome for r in self.results.values()}
+
+    def to_dict(self) -> dict[str, Any]:
+        backend = self.target.backend
+        tests = [asdict(r) | {"duration_s": round(r.duration_s, 6)} for r in self.results.values()]
+        return {
+            "schema": SCHEMA,
+            "started": self.started.isoformat(timespec="seconds"),
+            "backend": {
+                "name": backend.name,
+                "class": f"{type(backend).__module__}:{type(backend).__qualname__}",
+                "api_version": backend.api_version,
+                "capabilities": _capabilities(backend),
+                "package": _package(self.target.location.kind),
+            },
+            "device": self.target.place,
+            "devices": [str(d) for d in backend.locations()],
+            "versions": {"python": platform.python_version(), **_versions()},
+            "platform": platform.platform(),
+            "counts": self.counts(),
+            "stale_xfails": self.stale,
+            "tests": tests,
+        }
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Tests of every level by outcome; levels that were not run are left out."""
+        out: dict[str, dict[str, int]] = {}
+        for level in LEVELS:
+            mine = [r.outcome for r in self.results.values() if r.level == level]
+            if mine:
+                out[level] = {o: mine.count(o) for o in OUTCOMES}
+        return out
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1) + "\n"
+
+
+def _capabilities(backend: Backend) -> Mapping[str, Any]:
+    declared = asdict(backend.capabilities)
+    return {n: sorted(v) if isinstance(v, frozenset) else v for n, v in declared.items()}
+
+
+def _package(name: str) -> dict[str, str] | None:
+    """The installed package that brings a backend; None for one of lazykv's own."""
+    for point in metadata.entry_points(group=ENTRY_POINTS, name=name):
+        if point.dist is not None:
+            return {"name": point.dist.name, "version": point.dist.version}
+    return None
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:  # lazykv on the path without being installed
+            continue
+    return found

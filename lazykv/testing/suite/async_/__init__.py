@@ -1,0 +1,1 @@
+"""Level `async`; see `lazykv.testing.levels`."""

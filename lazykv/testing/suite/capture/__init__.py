@@ -1,0 +1,1 @@
+"""Level `capture`; see `lazykv.testing.levels`."""

@@ -1,0 +1,293 @@
+"""Recordings: nothing runs while they are made, and they replay plain passes bit for bit."""
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lazykv.compiler.plan import Plan
+from lazykv.device import Step
+from lazykv.errors import CaptureError
+from lazykv.graph import Graph
+from lazykv.runtime.realize import plan
+from lazykv.sessions.captured import CapturedDecodeSession
+from lazykv.storage import Storage
+from lazykv.symbols import Sym
+from lazykv.testing.compare import check_bits
+from lazykv.testing.golden import Array
+from lazykv.testing.held import Held, bytes_of
+from lazykv.testing.paging import PagedHeld
+from lazykv.testing.target import Target
+
+ROWS = 5
+
+
+def rows() -> Array:
+    return np.zeros((ROWS, 3), np.float32)
+
+
+def row(value: float) -> Array:
+    return np.full((1, 3), value, np.float32)
+
+
+class Writer:
+    """A plan that writes a bound row at a bound offset, and hands back twice the row."""
+
+    def __init__(self, target: Target) -> None:
+        target.need_capture()
+        target.need("f32", "i64")
+        g = Graph()
+        dest, src = g.placeholder((ROWS, 3), "f32"), g.placeholder((1, 3), "f32")
+        at = g.placeholder((), "i64")
+        self.store = target.storage(rows())
+        self.want = rows()
+        self._inputs = {"row": src, "at": at}
+        outs = [dest.write_slice_at(src, 0, at).slice(0, 1, 1), src * 2.0]
+        self.plan: Plan = plan(outs, {dest: self.store}, target.location)
+
+    def run(self, value: float, at: int) -> list[Array]:
+        data = {self._inputs["row"]: row(value), self._inputs["at"]: np.array(at)}
+        out: list[Array] = self.plan.run(data)
+        self.want[at] = value
+        return out
+
+    def check(self, what: str) -> None:
+        check_bits(what, self.store.to_numpy(), self.want)
+
+
+def test_recording_runs_nothing(target: Target) -> None:
+    w = Writer(target)
+    w.run(1, 2)
+    target.backend.copy_in(w.store.array, rows())
+    w.want = rows()
+    w.plan.capture()
+    w.check("memory after a capture and before a replay")
+    w.run(3, 0)
+    w.check("memory after the first replay")
+
+
+def test_a_replay_takes_the_data_of_its_own_pass(target: Target) -> None:
+    w = Writer(target)
+    w.run(1, 0)
+    w.plan.capture()
+    for n, at in enumerate((4, 0, 2, 2, 3, 1)):
+        second, twice = w.run(10 + n, at)
+        check_bits(f"replay {n}: what it computes", twice, row(2 * (10 + n)))
+        check_bits(f"replay {n}: what it reads of the cache", second, w.want[1:2])
+        w.check(f"replay {n} at offset {at}")
+    assert w.plan.captured
+
+
+def test_replays_that_nobody_waits_for_run_in_order(target: Target) -> None:
+    target.need_capture()
+    target.need("f32", "i64")
+    g = Graph()
+    dest, src = g.placeholder((ROWS, 3), "f32"), g.placeholder((1, 3), "f32")
+    at, store = g.placeholder((), "i64"), target.storage(rows())
+    made = plan([], {dest: store}, target.location, effects=[dest.write_slice_at(src, 0, at)])
+    made.run({src: row(0), at: np.array(0)})
+    made.capture()
+    want = rows()
+    for n, where in enumerate((3, 1, 4, 1, 0)):
+        made.run({src: row(n), at: np.array(where)})
+        want[where] = n
+    check_bits("five replays at once", store.to_numpy(), want)
+
+
+def test_results_are_fresh(target: Target) -> None:
+    w = Writer(target)
+    w.run(0, 0)
+    w.plan.capture()
+    results = [w.run(n, 0)[1] for n in range(4)]
+    for n, result in enumerate(results):
+        check_bits(f"result of replay {n} after later ones", result, row(2 * n))
+
+
+def test_a_plain_pass_goes_on_after_the_recording_is_dropped(target: Target) -> None:
+    w = Writer(target)
+    w.run(1, 1)
+    w.plan.capture()
+    w.run(2, 2)
+    w.plan.drop_capture()
+    w.run(3, 3)
+    w.check("plain passes around a recording")
+
+
+def test_what_is_bound_anew_is_what_is_written(target: Target) -> None:
+    """Binding other memory ends the recording, which knows only the old."""
+    w = Writer(target)
+    w.run(1, 1)
+    w.plan.capture()
+    w.run(2, 2)
+    old, before = w.store, w.want.copy()
+    dest = next(t for t in w.plan.leaves if w.plan.storage_of(t) is old)
+    w.store, w.want = target.storage(rows()), rows()
+    w.plan.bind(dest, w.store)
+    w.run(3, 3)
+    w.check("the memory that is bound now")
+    check_bits("the memory that was bound before", old.to_numpy(), before)
+    w.plan.capture()
+    w.run(4, 0)
+    w.check("recorded again")
+    check_bits("the memory that was bound before", old.to_numpy(), before)
+
+
+def test_a_recording_keeps_what_it_uses(target: Target) -> None:
+    w = Writer(target)
+    w.run(1, 1)
+    w.plan.capture()
+    made, inputs, location = w.plan, w._inputs, target.location
+    del w
+    gc.collect()
+    others = [Storage.allocate((1000,), "u8", location) for _ in range(6)]
+    for other in others:
+        target.backend.copy_in(other.array, np.full(1000, 255, np.uint8))
+    out = made.run({inputs["row"]: row(7), inputs["at"]: np.array(1)})
+    check_bits("the row that was written", out[0], row(7))
+    check_bits("what was computed", out[1], row(14))
+
+
+def test_two_recordings_take_turns(target: Target) -> None:
+    writers = [Writer(target), Writer(target)]
+    for w in writers:
+        w.run(1, 0)
+        w.plan.capture()
+    for n in range(4):
+        for k, w in enumerate(writers):
+            w.run(10 * k + n, (n + k) % ROWS)
+    for k, w in enumerate(writers):
+        w.check(f"memory of recording {k}")
+
+
+def test_nodes_can_be_read_after_a_replay(target: Target) -> None:
+    target.need_capture()
+    target.need("f32")
+    g = Graph()
+    x = g.placeholder((1, 3), "f32")
+    middle = x + 1.0
+    made = plan([middle * 3.0, middle], {}, target.location)
+    made.run({x: row(0)})
+    made.capture()
+    for n in range(3):
+        made.run({x: row(n)})
+        check_bits(f"a node after replay {n}", made.read(middle), row(n + 1))
+
+
+# Sessions
+
+
+def test_captured_steps_equal_plain_ones_bit_for_bit(target: Target) -> None:
+    target.need_capture()
+    target.need("f32", "i64")
+    plain = Held(target.cache(16), target.location)
+    held = Held(target.cache(16), target.location, kind=CapturedDecodeSession)
+    others = [target.cache(16), target.cache(16)]
+    for n in range(24):
+        if n == 9:
+            for h in (plain, held):
+                h.rewind(4)
+        if n == 16:
+            before = bytes_of(held.cache), held.cache
+            for h, other in zip((plain, held), others, strict=True):
+                h.use(other)
+        want, got = plain.token(), held.token()
+        check_bits(f"step {n} beside a plain one", got, want)
+    session = held.session
+    assert isinstance(session, CapturedDecodeSession)
+    assert session.reason is None, session.reason
+    assert (session.captures, session.rebind_count) == (2, 1)
+    assert session.replays >= 20
+    held.check_rows()
+    assert bytes_of(before[1]) == before[0], "a replay wrote into the cache it left"
+
+
+def test_a_rebind_retires_the_recording(target: Target) -> None:
+    target.need_capture()
+    target.need("f32", "i64")
+    h = Held(target.cache(8), target.location, kind=CapturedDecodeSession)
+    for _ in range(3):
+        h.token()
+    assert h.session.plan.captured
+    h.use(target.cache(8))
+    assert not h.session.plan.captured
+    for _ in range(3):
+        h.token()
+    assert h.session.plan.captured
+
+
+def test_paged_steps_are_captured(target: Target) -> None:
+    """Growing, forking and other sequences are data of the same recording."""
+    target.need_capture()
+    target.need("f32")
+    h = PagedHeld(target.pool(blocks=10))
+    a, b = h.open(), h.open()
+    for _ in range(3):
+        h.tokens(a)
+    assert h.session.plan.captured
+    for _ in range(5):
+        h.tokens(a, b)
+    c = h.fork(a)
+    for _ in range(3):
+        h.tokens(c, a, b)
+    assert h.session.plan.captured
+    h.check_rows(a, b, c)
+
+
+# What cannot be recorded
+
+
+def test_what_cannot_be_recorded_is_refused(target: Target) -> None:
+    target.need_capture()
+    backend, place = target.backend, target.location
+    memory = target.storage(np.zeros(8, np.uint8))
+    refused: dict[str, Step] = {
+        "an allocation": (backend.allocate, (64, place)),
+        "a wait": (backend.synchronize, (place,)),
+        "a copy to the host": (backend.copy_out, (memory.array,)),
+    }
+    for what, call in refused.items():
+        with pytest.raises(CaptureError):
+            backend.capture(place, [call])
+        check_bits(f"memory after {what} was refused", memory.to_numpy(), np.zeros(8, np.uint8))
+        w = Writer(target)
+        w.run(1, 1)
+        w.plan.capture()
+        w.run(2, 2)
+        w.check(f"a recording after {what} was refused")
+
+
+def test_symbols_are_refused(target: Target) -> None:
+    """Their values are known to the host alone, and would be frozen into the recording."""
+    target.need("f32")
+    g, at = Graph(), Sym("at", 0, 4)
+    x = g.placeholder((5, 3), "f32")
+    made = plan(x.slice(0, at, 1), {x: target.storage(rows())}, target.location)
+    with pytest.raises(CaptureError):
+        made.capture()
+    assert made.run(env={at: 4}).shape == (1, 3)
+
+
+def test_two_locations_are_refused(target: Target) -> None:
+    target.need("f32")
+    there: Any = target.other_location()
+    g = Graph()
+    x = g.placeholder((5, 3), "f32")
+    made = plan(x.to(there) + 1.0, {x: target.storage(rows())}, target.location)
+    with pytest.raises(CaptureError):
+        made.capture()
+    check_bits("a plain pass afterwards", made.run(), rows() + 1)
+
+
+def test_without_capture_it_is_refused(target: Target) -> None:
+    if target.backend.capabilities.capture:
+        pytest.skip(f"{target.name} declares capture")
+    target.need("f32")
+    g = Graph()
+    x = g.placeholder((5, 3), "f32")
+    made = plan(x + 1.0, {x: target.storage(rows())}, target.location)
+    with pytest.raises(CaptureError):
+        made.capture()
+    with pytest.raises(CaptureError):
+        target.backend.capture(target.location, [])
+    check_bits("a plain pass afterwards", made.run(), rows() + 1)

@@ -1,0 +1,1 @@
+"""Level `core`; see `lazykv.testing.levels`."""

@@ -1,0 +1,1 @@
+"""Level `dtype`; see `lazykv.testing.levels`."""

@@ -1,0 +1,1 @@
+"""Level `fault`; see `lazykv.testing.levels`."""

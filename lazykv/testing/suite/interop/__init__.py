@@ -1,0 +1,1 @@
+"""Level `interop`; see `lazykv.testing.levels`."""

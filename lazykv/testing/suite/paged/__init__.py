@@ -1,0 +1,1 @@
+"""Level `paged`; see `lazykv.testing.levels`."""

@@ -1,0 +1,1 @@
+"""Level `session`; see `lazykv.testing.levels`."""
