@@ -98,9 +98,7 @@ def shuffled(model, live: int, block_size: int) -> Callable[[], float]:
 
 
 def compare_lengths(model, block_size: int, rounds: int) -> dict[int, dict[str, float]]:
-    print(
-        f"one step, block size {block_size}: ms, times the contiguous step (limit {STEP_LIMIT}x)"
-    )
+    print(f"one step, block size {block_size}: ms, times the contiguous step (limit {STEP_LIMIT}x)")
     rows = {}
     for live in LIVE:
         names = ("contiguous", "alone", "in turns", "shuffled")
