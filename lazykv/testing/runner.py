@@ -19,7 +19,7 @@ INI = Path(__file__).parent / "pytest.ini"
 
 
 class _Keep:
-    """Keeps the run that the plugin makes, and where it failed before there was one, the text."""
+    """Keeps the run that the plugin makes."""
 
     run: Run | None = None
 
@@ -44,7 +44,8 @@ def run_suite(
     run instead of all, and `keyword` is what pytest takes as ``-k``.
 
     pytest reads no settings of the folder it happens to run in. Raises `BackendUnavailable` and
-    `ExpectedFailuresError` before any test.
+    `ExpectedFailuresError` before any test, and RuntimeError if pytest itself fails, as it does for
+    tests that do not exist.
     """
     find_target(name, device)
     ExpectedFailures.read(xfails)
@@ -61,8 +62,10 @@ def run_suite(
     kept, text = _Keep(), io.StringIO()
     with _alone(), contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
         code = pytest.main(args, plugins=[kept])
-    if kept.run is None:
-        raise RuntimeError(f"conformance: got no run from pytest, need one: {text.getvalue()}")
+    if code == pytest.ExitCode.INTERRUPTED:
+        raise KeyboardInterrupt
+    if kept.run is None or code in (pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR):
+        raise RuntimeError(f"conformance: got a failure of pytest, need a run: {text.getvalue()}")
     return Done(kept.run, int(code), text.getvalue())
 
 
