@@ -27,11 +27,11 @@ def _run_body(site: Site) -> None:
     if op.bits:
         call.out[...] = op.body(queue.cupy, *call.ins)
         return
-    wide = [_widened(queue, a, s.dtype) for a, s in zip(call.ins, call.in_specs, strict=True)]
-    _store(queue, call.out, call.out_spec.dtype, op.body(queue.cupy, *wide))
+    wide = [widened(queue, a, s.dtype) for a, s in zip(call.ins, call.in_specs, strict=True)]
+    store(queue, call.out, call.out_spec.dtype, op.body(queue.cupy, *wide))
 
 
-def _widened(queue: Queue, array: Array, dt: DType) -> Array:
+def widened(queue: Queue, array: Array, dt: DType) -> Array:
     """The elements in the dtype of arithmetic; CuPy has no floats of 8 bits, so the host widens
     those."""
     xp = queue.cupy
@@ -44,7 +44,7 @@ def _widened(queue: Queue, array: Array, dt: DType) -> Array:
     return wide
 
 
-def _store(queue: Queue, out: Array, dt: DType, result: Array) -> None:
+def store(queue: Queue, out: Array, dt: DType, result: Array) -> None:
     """Put a result of arithmetic into its place, rounded to nearest even."""
     xp = queue.cupy
     if dt.compute == dt.numpy:

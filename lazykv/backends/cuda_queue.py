@@ -269,6 +269,7 @@ class Queue:
         module = self.cupy.RawModule(code=ck.source(*names), options=options)
         try:
             made = module.get_function(ck.KERNELS[name].symbol)
+            made.num_regs  # noqa: B018 (its code is loaded now, and not in a capture)
         except Exception as e:
             raise KernelError(f"{name}: got {type(e).__name__}: {e}, need it to compile") from e
         self._kernels[name, options] = made

@@ -1,9 +1,9 @@
 """Norms, rotary embedding and matrix products on CUDA."""
 
-import math
 from typing import Any
 
 from lazykv.backends import cuda_kernels as ck
+from lazykv.backends.cuda_body import store, widened
 from lazykv.backends.cuda_site import (
     Site,
     Steps,
@@ -107,21 +107,19 @@ def matmul(site: Site) -> Steps:
 def _blas(site: Site) -> None:
     """The product by cuBLAS, in its dtype and with f32 sums for the 16-bit floats."""
     call, xp = site.call, site.queue.cupy
-    rows = math.prod(call.out.shape[:-1])
     site.queue.refuse_in_capture(
-        f"a matmul of {rows} rows, of which at most {GEMV_ROWS} are multiplied without cuBLAS"
+        f"a matmul of ({', '.join(map(str, call.in_specs))}) by cuBLAS, which is for more than "
+        f"{GEMV_ROWS} rows and for matrices whose rows are not dense"
     )
-    a, b, out = (
-        to_logical(array, spec.dtype)
-        for array, spec in zip((*call.ins, call.out), (*call.in_specs, call.out_spec), strict=True)
-    )
+    specs, arrays = (*call.in_specs, call.out_spec), (*call.ins, call.out)
+    if call.ins[1].ndim > 2 and call.out_spec.dtype.itemsize == 2:  # CuPy has no batches of these
+        a, b = (widened(site.queue, x, s.dtype) for x, s in zip(call.ins, specs[:2], strict=True))
+        store(site.queue, call.out, call.out_spec.dtype, xp.matmul(a, b))
+        return
+    a, b, out = (to_logical(x, s.dtype) for x, s in zip(arrays, specs, strict=True))
     if b.ndim == 2:
         a, out = xp.ascontiguousarray(a).reshape(-1, a.shape[-1]), out.reshape(-1, out.shape[-1])
-        xp.matmul(a, b, out=out)
-    elif out.dtype.itemsize > 2:
-        xp.matmul(a, b, out=out)
-    else:
-        out[...] = xp.matmul(a.astype(xp.float32), b.astype(xp.float32))
+    xp.matmul(a, b, out=out)
 
 
 def is_float(op: Any, ins: tuple[Spec, ...], out: Spec) -> bool:

@@ -118,6 +118,10 @@ def test_compiled_functions_are_documented_as_they_are_called(name: str) -> None
     assert cupy.cuda.runtime.memcpyDeviceToHost == 2
 
 
+def test_a_kernel_tells_what_makes_the_driver_load_it() -> None:
+    assert "registers" in str(cupy.RawKernel.num_regs.__doc__)
+
+
 def test_errors_are_what_they_are_taken_for() -> None:
     assert issubclass(cupy.cuda.memory.OutOfMemoryError, MemoryError)
     assert issubclass(cupy.cuda.runtime.CUDARuntimeError, RuntimeError)

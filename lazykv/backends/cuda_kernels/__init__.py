@@ -26,7 +26,7 @@ Rules of all kernels
 - Inputs and outputs of one launch must not overlap, the caches that writes go into excepted: there
   the source and the rows written must not.
 - Outputs of compute kernels are contiguous. Inputs have strides, but the last axis has neighbours
-  side by side, except in moves.
+  side by side, except in moves and `map`.
 - What changes per token (lengths, positions, row numbers) is read from device memory, so a captured
   launch serves every step. Nothing allocates or waits for the host.
 - A refusal (an offset, length, id or block out of range) puts the call's own `code`, a number that
@@ -49,6 +49,9 @@ What each needs besides `launch_of`
   and `ring_attention` are causal whatever ``args.causal`` says; ``args.sinks`` is 0 but for rings.
   There are no masks. The kernels read rows once for up to 4 queries: for a long prompt a product of
   matrices is the better way.
+- `map` is compiled for an expression (`EXPR`, see ``elementwise.cu``) over `INPUTS` operands, which
+  may be any views; ``args`` has their steps on the axes of the contiguous result, merged to 6 or
+  fewer. Types that are not used are ``u8`` and their pointers null.
 - `gemv` is for at most 8 rows of x and a row-major matrix ``[K, N]``, with `gemv_lines`,
   `gemv_vec`, `gemv_splits` and `gemv_scratch`, and `gemv_reduce` behind it above one split.
 """

@@ -45,7 +45,8 @@ def build(cupy: ModuleType | None = None) -> ModuleType:
     cuda = _namespace(
         "cupy.cuda",
         Device=streams.Device, Stream=streams.Stream, Event=streams.Event, Graph=streams.Graph,
-        get_current_stream=streams.current_stream, MemoryPool=memory.MemoryPool,
+        get_current_stream=streams.current_stream, get_elapsed_time=streams.get_elapsed_time,
+        MemoryPool=memory.MemoryPool,
         using_allocator=memory.using_allocator, alloc_pinned_memory=memory.alloc_pinned_memory,
         memory=_namespace("cupy.cuda.memory", OutOfMemoryError=memory.OutOfMemoryError),
         runtime=runtime, driver=_namespace("cupy.cuda.driver", CUDADriverError=CUDADriverError),

@@ -45,6 +45,8 @@ class RawModule:
 class RawKernel:
     """A launch takes the values of its arguments, and the addresses of arrays."""
 
+    num_regs = 0
+
     def __init__(self, library: Any, name: str) -> None:
         self._library, self._name = library, name
         kinds = (cuda_cpu.ctypes.c_int * 32)()

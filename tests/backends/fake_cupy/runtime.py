@@ -21,6 +21,10 @@ def getDeviceCount() -> int:
     return len(machine.heaps)
 
 
+def getDeviceProperties(device: int) -> dict[str, object]:
+    return {"name": b"no GPU", "totalGlobalMem": 0}
+
+
 def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int) -> None:
     to_host = kind == memcpyDeviceToHost
     device, host = (src, dst) if to_host else (dst, src)
