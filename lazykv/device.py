@@ -287,7 +287,7 @@ def _load(kind: str) -> Backend:
 
 def _check_version(kind: str, where: str, made: object) -> None:
     version = getattr(made, "api_version", None)
-    if not isinstance(made, Backend) or version != API_VERSION:
+    if not isinstance(made, Backend) or type(version) is not int or version != API_VERSION:
         got = f"api_version {version}" if isinstance(made, Backend) else type(made).__name__
         raise BackendUnavailable(
             f"backend {kind!r}: got {got} from {where}, need a Backend of api_version {API_VERSION}"

@@ -19,6 +19,18 @@ class HalfBackend(CpuBackend):
     def locations(self):
         return (DeviceLocation("half:0"),)
 
+class LaterBackend(HalfBackend):
+    api_version = 2
+
+class BoolBackend(HalfBackend):
+    api_version = True
+
+class SilentBackend(HalfBackend):
+    api_version = property()
+
+class NoBackend:
+    api_version = 1
+
 class BrokenBackend:
     def __init__(self):
         raise ValueError("no driver")
@@ -29,6 +41,10 @@ class BrokenBackend:
 half = half_backend:HalfBackend
 broken = half_backend:BrokenBackend
 missing = half_backend:NotThere
+later = half_backend:LaterBackend
+bool = half_backend:BoolBackend
+silent = half_backend:SilentBackend
+none = half_backend:NoBackend
 """,
 }
 
@@ -57,6 +73,17 @@ def test_a_backend_is_found_by_name(installed):
 def test_a_broken_one_is_named_and_breaks_no_other(installed, place, got):
     with pytest.raises(lk.BackendUnavailable, match=got):
         lk.device(place)
+    assert lk.device("half:0").backend.name == "half"
+
+
+@pytest.mark.parametrize(
+    ("kind", "got"),
+    [("later", "api_version 2"), ("bool", "api_version True"), ("silent", "api_version None"),
+     ("none", "NoBackend")],
+)  # fmt: skip
+def test_a_backend_of_another_api_is_refused(installed, kind, got):
+    with pytest.raises(lk.BackendUnavailable, match=f"got {got} from .* of api_version 1"):
+        lk.device(f"{kind}:0")
     assert lk.device("half:0").backend.name == "half"
 
 

@@ -24,6 +24,10 @@ def test_planning_and_running_load_nothing_heavy() -> None:
     assert loaded_by("import lazykv as lk; lk.realize(lk.Graph().const([1.0]) + 1)") == []
 
 
+def test_the_cuda_backend_loads_cupy_when_it_is_made_and_not_before() -> None:
+    assert loaded_by("import lazykv.backends.cuda, lazykv.backends.cuda_probe") == []
+
+
 def test_the_check_can_fail() -> None:
     assert loaded_by("import lazykv, jinja2") == ["jinja2"]
 
