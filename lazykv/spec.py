@@ -86,3 +86,12 @@ def finite(name: str, value: Any) -> float:
     if not math.isfinite(number):
         raise RangeError(f"{name}: got {value!r}, need a finite number")
     return number
+
+
+def not_plain(value: object) -> str | None:
+    """The type of the first part of a key that is no plain value, or None. Plain are None, numbers,
+    text, bytes and tuples of them: what can change under a key would change it unseen."""
+    if isinstance(value, tuple):
+        return next((found for item in value if (found := not_plain(item))), None)
+    plain = value is None or isinstance(value, str | bytes | int | float)
+    return None if plain else type(value).__name__

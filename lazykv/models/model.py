@@ -275,13 +275,12 @@ class LlamaModel:
     ) -> NDArray[np.float32]:  # fmt: skip
         seq, start = len(tokens) // cache.batch, cache.cached_len
         cos, sin = self.rope.rows(start, seq)
-        data = {
-            "ids": tokens, "cos": cos, "sin": sin,
-            "position": np.array(start), "length": np.array(start + seq),
-        }  # fmt: skip
+        data: dict[str, NDArray[np.generic]] = {"ids": tokens, "cos": cos, "sin": sin}
         # A context's session must not be re-bound to another cache between this and the step.
         with nullcontext() if ctx is None else ctx.owned("decode"):
             session = self.session_for(cache, seq, ctx, every=every)
+            if not session.plan.symbols:
+                data |= {"position": np.array(start), "length": np.array(start + seq)}
             try:
                 logits = session.step(data, dict.fromkeys(session.plan.symbols, start))
             except BaseException:

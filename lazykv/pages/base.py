@@ -129,7 +129,7 @@ class SequencePool:
     def append_required(self, session: SessionHandle, n: SupportsIndex) -> int:
         """Blocks that ``append(session, n)`` takes, the copy of a shared tail included."""
         seq = self._find("append_required", session)
-        return self._required(seq, self._count("append_required", "n", n))
+        return self._required("append_required", seq, self._count("append_required", "n", n))
 
     @locked
     def truncate(self, session: SessionHandle, n: SupportsIndex) -> None:
@@ -299,28 +299,28 @@ class SequencePool:
             blocks.append(slot)
         return blocks
 
-    def _partial_tail(self, seq: Sequence) -> int | None:
+    def _partial_tail(self, who: str, seq: Sequence) -> int | None:
         """The block that the next token goes into, or None if it needs a new one."""
         if seq.filled % self.geometry.block_size == 0:
             return None
-        return self._resident("append", seq, [len(seq.table) - 1])[0]
+        return self._resident(who, seq, [len(seq.table) - 1])[0]
 
     def _fitting(self, who: str, session: SessionHandle, n: SupportsIndex) -> tuple[Sequence, int]:
         """A session and the tokens that it has room for."""
         seq, tokens = self._idle(who, session), self._count(who, "n", n)
-        self._blocks.need(who, self._required(seq, tokens))
+        self._blocks.need(who, self._required(who, seq, tokens))
         return seq, tokens
 
-    def _required(self, seq: Sequence, tokens: int) -> int:
+    def _required(self, who: str, seq: Sequence, tokens: int) -> int:
         """Blocks that the next tokens take; SessionNotResident if they go into an evicted one."""
-        tail = self._partial_tail(seq) if tokens else None
+        tail = self._partial_tail(who, seq) if tokens else None
         copies = tail is not None and self._blocks.refs[tail] > 1
         return self.blocks_required(seq.filled, tokens) + copies
 
     def _grow(self, seq: Sequence, tokens: int) -> list[int]:
         """Room for tokens that are known to fit; the blocks it took."""
-        tail = self._partial_tail(seq) if tokens else None
-        taken = self._take(self._required(seq, tokens))
+        tail = self._partial_tail("append", seq) if tokens else None
+        taken = self._take(self._required("append", seq, tokens))
         fresh = list(taken)
         if tail is not None:
             if self._blocks.refs[tail] > 1:

@@ -22,7 +22,7 @@ from lazykv.pages.base import SequencePool, locked
 from lazykv.pages.geometry import KvGeometry
 from lazykv.pages.prefix_index import Digest, Entry, sha256
 from lazykv.pages.sequence import ALL_BLOCKS, EvictHandle, PrefixLease, Sequence
-from lazykv.spec import whole
+from lazykv.spec import not_plain, whole
 
 ModelKey: TypeAlias = tuple[object, ...]
 
@@ -182,7 +182,9 @@ class SharingPool(SequencePool):
             raise DTypeError(f"use_model: got {type(key).__name__}, need a tuple")
         if key is self._model_key:
             return
-        _check_plain(key)
+        # Keys are told apart by their repr, which of plain values is all there is to them.
+        if found := not_plain(key):
+            raise DTypeError(f"use_model: got {found} in the key, need plain values only")
         if repr(key) != repr(self._model_key) and not same_epoch:
             self._epoch += 1
             if self._blocks.clear_index():
@@ -359,15 +361,6 @@ class SharingPool(SequencePool):
         for block, n in self._pins.items():
             counts[block] = counts.get(block, 0) + n
         return counts
-
-
-def _check_plain(key: object) -> None:
-    """A model's key is told apart by its repr, which of plain values is all there is to them."""
-    if isinstance(key, tuple):
-        for item in key:
-            _check_plain(item)
-    elif key is not None and not isinstance(key, str | bytes | int | float):
-        raise DTypeError(f"use_model: got {type(key).__name__} in the key, need plain values only")
 
 
 def _packed(who: str, tokens: list[SupportsIndex]) -> bytes:

@@ -78,19 +78,20 @@ class SteppedPool(SharingPool):
     @locked
     def end_step(self, step: PoolStep) -> None:
         """The rows of a step are in its blocks."""
-        self._close(step)
-        for seq, start in self._of(step):
+        for seq, start in self._of("end_step", step):
             seq.in_step = False
             self._on_written(seq, start)
+        self._close(step)
 
     @locked
     def cancel_step(self, step: PoolStep) -> None:
         """The step failed: its sessions are as long as before."""
-        self._close(step)
-        there = self._of(step)
-        for seq, _ in there:
+        for seq, start in self._of("cancel_step", step):
             seq.in_step = False
-        self._rewind([seq for seq, _ in there], [start for _, start in there])
+            if seq.filled > start:
+                self._drop_slots(seq, self.geometry.blocks_for(start))
+                seq.filled = start
+        self._close(step)
 
     @locked
     def cancel_steps_of(self, owner: object) -> None:
@@ -99,10 +100,9 @@ class SteppedPool(SharingPool):
             self.cancel_step(step)
 
     def _close(self, step: PoolStep) -> None:
-        if not isinstance(step, PoolStep) or self._steps.get(step.fence) is not step:
-            raise PoolError(f"end_step: got {step!r}, need an open step of this pool")
-        del self._steps[step.fence]
+        # Last: an interrupt before it leaves a step that can be cancelled.
         self._blocks.close_fence(step.fence)
+        del self._steps[step.fence]
 
     @locked
     def check(self) -> None:
@@ -111,23 +111,19 @@ class SteppedPool(SharingPool):
         for session, seq in self._sequences.items():
             must(seq.in_step == (session in running), "a session is busy while its step is open")
 
-    def _of(self, step: PoolStep) -> list[tuple[Sequence, int]]:
-        """The sequences of a step that were not discarded meanwhile, with their starts."""
+    def _of(self, who: str, step: PoolStep) -> list[tuple[Sequence, int]]:
+        """The sequences of an open step that were not discarded meanwhile, with their starts."""
+        if not isinstance(step, PoolStep) or self._steps.get(step.fence) is not step:
+            raise PoolError(f"{who}: got {step!r}, need an open step of this pool")
         pairs = zip(step.sessions, step.starts, strict=True)
         return [(self._sequences[s], start) for s, start in pairs if s in self._sequences]
-
-    def _rewind(self, seqs: Items[Sequence], starts: Items[int]) -> None:
-        for seq, start in zip(seqs, starts, strict=True):
-            if seq.filled > start:
-                self._drop_slots(seq, self.geometry.blocks_for(start))
-                seq.filled = start
 
     def _required_together(self, seqs: Items[Sequence], tokens: int) -> int:
         """Blocks for all; of those that share a partial tail, the last one keeps it if no other
         holder is left."""
         if not tokens:
             return 0
-        tails = Counter(self._partial_tail(seq) for seq in seqs)
+        tails = Counter(self._partial_tail("step", seq) for seq in seqs)
         refs = self._blocks.refs
         copies = sum(min(n, refs[tail] - 1) for tail, n in tails.items() if tail is not None)
         return copies + sum(self.blocks_required(seq.filled, tokens) for seq in seqs)

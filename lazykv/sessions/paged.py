@@ -135,12 +135,13 @@ class PagedDecodeSession:
     def _paging(self, step: PoolStep) -> dict[str, HostArray]:
         """Where the new rows go and what is live, filled up to the batch."""
         n, size = len(step.sessions), self.pool.geometry.block_size
-        pages = self.pool.materialize_block_table(step.sessions, self.max_blocks)
-        table = np.full((self.batch, self.max_blocks), NO_BLOCK, np.uint32)
-        lens = np.zeros(self.batch, np.uint32)
-        table[:n], lens[:n] = pages
+        table, lens = self.pool.materialize_block_table(step.sessions, self.max_blocks)
         places = np.array(step.starts, np.int64)[:, None] + np.arange(step.tokens)
-        blocks = np.take_along_axis(pages.block_table.astype(np.int64), places // size, 1)
+        blocks = np.take_along_axis(table, places // size, 1).astype(np.int64)
+        if n < self.batch:
+            more = self.batch - n
+            table = np.pad(table, ((0, more), (0, 0)), constant_values=NO_BLOCK)
+            lens = np.pad(lens, (0, more))
         rows = np.zeros(self.batch * self.seq, np.int64)
         rows[: n * self.seq] = (blocks * size + places % size).reshape(-1)
         count = np.array(n * self.seq, np.int64)

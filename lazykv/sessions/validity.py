@@ -12,6 +12,7 @@ from lazykv.errors import GraphError
 from lazykv.graph import Tensor
 from lazykv.ids import KvAllocId
 from lazykv.sessions.rebind import layer_count
+from lazykv.spec import not_plain
 
 if TYPE_CHECKING:
     from lazykv.sessions.context import InferenceContext
@@ -67,7 +68,8 @@ class SessionKey:
         self, plan: Plan, ctx: "InferenceContext", lent: Sequence[Tensor], kv: Any, seq: int,
         model_key: tuple[object, ...],
     ) -> None:  # fmt: skip
-        _check_plain(model_key)
+        if found := not_plain(model_key):
+            raise GraphError(f"model_key: got {found} in it, need plain values only")
         if not isinstance(model_key, tuple):
             raise GraphError(f"model_key: got {type(model_key).__name__}, need a tuple of values")
         self._readers: dict[str, Callable[[], object]] = {}
@@ -126,15 +128,6 @@ class SessionKey:
 def _same_facts(a: dict[str, object], b: dict[str, object]) -> bool:
     # In another order they are compared the long way.
     return list(a) == list(b) and all(map(same, a.values(), b.values()))
-
-
-def _check_plain(value: object) -> None:
-    """A key holds plain values: what can change under it would change it unseen."""
-    if isinstance(value, tuple):
-        for item in value:
-            _check_plain(item)
-    elif value is not None and not isinstance(value, str | bytes | int | float):
-        raise GraphError(f"model_key: got {type(value).__name__} in it, need plain values only")
 
 
 def _id_of(storage: Any) -> int | None:

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 from cuda_cpu import needs_compiler
+from transfers import overwritten_source
 
 import lazykv as lk
 from lazykv.backends.cuda import CudaBackend
@@ -181,17 +182,9 @@ def test_a_transfer_waits_for_the_work_before_it(
 def test_the_source_is_not_overwritten_before_it_was_copied(
     cuda: CudaBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def result() -> list[float]:
-        source = lk.Storage.from_array(floats(1), "cuda:0")
-        dest = lk.Storage.allocate((1,), "f32", "cuda:1")
-        cuda.transfer(dest.array, PLACES[1], source.array, PLACES[0])
-        cuda.copy_in(source.array, floats(7))
-        source.to_numpy()  # only this stream is waited for
-        return dest.to_numpy().tolist()
-
-    assert result() == [1]
+    assert overwritten_source(cuda, "cuda") == [1]
     monkeypatch.setattr("lazykv.backends.cuda_queue.Queue.wait_for", lambda self, other: None)
-    assert result() == [7]
+    assert overwritten_source(cuda, "cuda") == [7]
 
 
 def test_views_are_transferred_both_ways(cuda: CudaBackend) -> None:

@@ -2,13 +2,13 @@
 
 import gc
 import threading
-from typing import Any
 
 import numpy as np
 import pytest
+from captured_steps import check_paged, check_replays
 from cuda_cpu import needs_compiler
 from fake_cupy.machine import machine
-from small_llama import CONFIG, small_llama
+from small_llama import small_llama
 
 import lazykv as lk
 from lazykv.backends.cuda import CudaBackend
@@ -64,65 +64,14 @@ def test_a_replay_launches_one_graph_and_allocates_nothing(
     assert [b - a for a, b in zip(before, after, strict=True)] == [0, 0, 10, 0]
 
 
-def session_of(model: LlamaModel, cache: lk.KvCache, kind: Any) -> Any:
-    step = model.step_graph(cache)
-    return kind.build(
-        lk.InferenceContext(PLACE), step.logits, kv=cache, kv_nodes=step.kv_nodes,
-        bound=step.bound, model_key=model.model_key,
-    )  # fmt: skip
-
-
-def token(model: LlamaModel, session: Any, cache: lk.KvCache, value: int) -> np.ndarray:
-    start = cache.cached_len
-    cos, sin = model.rope.rows(start, 1)
-    out = session.step({
-        "ids": np.array([value]), "cos": cos, "sin": sin,
-        "position": np.array(start), "length": np.array(start + 1),
-    })  # fmt: skip
-    cache.cached_len = start + 1
-    return out
-
-
-def test_replays_equal_plain_steps_bit_for_bit_through_rebinds_and_truncates(
+def test_replays_equal_plain_steps_bit_for_bit_through_rebinds_truncates_and_clears(
     cuda: CudaBackend, model: LlamaModel
 ) -> None:
-    rng, capacity = np.random.default_rng(0), 24
-    caches = [[model.new_cache(capacity, device=PLACE) for _ in range(2)] for _ in range(2)]
-    plain = session_of(model, caches[0][0], lk.DecodeSession)
-    held = session_of(model, caches[1][0], CapturedDecodeSession)
-    at = 0
-    for n in range(120):
-        if n % 31 == 30 or len(caches[0][at]) == capacity:
-            at = 1 - at
-            for cache, session in zip((caches[0][at], caches[1][at]), (plain, held), strict=True):
-                cache.reset()
-                assert session.rebind_kv(cache) is None
-        elif n % 13 == 12:
-            for row in caches:
-                row[at].truncate_to(len(row[at]) // 2)
-        value = int(rng.integers(CONFIG.vocab_size))
-        want = token(model, plain, caches[0][at], value)
-        assert want.tobytes() == token(model, held, caches[1][at], value).tobytes(), n
-    assert held.captures == held.rebind_count + 1 > 3
-    assert held.replays == 120 - held.captures
+    check_replays(model, PLACE, tokens=120, capacity=24)
 
 
 def test_paged_steps_are_captured_and_equal_the_host(cuda: CudaBackend, model: LlamaModel) -> None:
-    out = {}
-    for place in ("cpu", "cuda:0"):
-        pool = model.new_pool(12, 4, device=place)
-        decoder = lk.models.PagedDecoder(model, pool, max_batch=2)
-        sessions = [pool.open() for _ in range(2)]
-        for n, s in enumerate(sessions):
-            decoder.prefill(s, [1 + n] * (3 + n))
-        logits = [decoder.decode(sessions, [n, n + 1]) for n in range(8)]
-        pool.truncate(sessions[0], 5)
-        sessions[1] = pool.fork(sessions[0])
-        logits += [decoder.decode(sessions, [n, n]) for n in range(4)]
-        out[place] = np.stack(logits)
-    held = decoder.session_for(2)._held
-    assert (held.captures, held.replays) == (1, 11)
-    np.testing.assert_allclose(out["cpu"], out["cuda:0"], rtol=1e-4, atol=1e-4)
+    check_paged(model, PLACE, 1e-4)
 
 
 def test_a_capture_keeps_what_it_uses(cuda: CudaBackend) -> None:

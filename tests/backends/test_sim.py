@@ -6,6 +6,7 @@ import os
 import numpy as np
 import pytest
 from small_llama import small_llama
+from transfers import overwritten_source
 
 import lazykv as lk
 from lazykv.backends.sim import SimBackend
@@ -97,17 +98,9 @@ def test_without_the_wait_the_copy_would_run_first(backend, monkeypatch):
 
 
 def test_the_source_is_not_overwritten_before_it_was_copied(backend, monkeypatch):
-    def result() -> list[float]:
-        source = lk.Storage.from_array(floats(1), "sim:0")
-        dest = lk.Storage.allocate((1,), "f32", "sim:1")
-        backend.transfer(dest.array, PLACES[1], source.array, PLACES[0])
-        backend.copy_in(source.array, floats(7))
-        source.to_numpy()  # only this stream is waited for
-        return dest.to_numpy().tolist()
-
-    assert result() == [1]
+    assert overwritten_source(backend, "sim") == [1]
     monkeypatch.setattr("lazykv.backends.sim.Stream.wait", lambda self, event: None)
-    assert result() == [7]
+    assert overwritten_source(backend, "sim") == [7]
 
 
 def test_operands_on_two_devices_get_copies(backend):

@@ -6,6 +6,7 @@ import weakref
 
 import numpy as np
 import pytest
+from captured_steps import check_paged, check_replays, session_of, token
 from small_llama import CONFIG, small_llama
 
 import lazykv as lk
@@ -22,50 +23,8 @@ def model() -> LlamaModel:
     return small_llama()
 
 
-def session_of(model, cache, kind=lk.DecodeSession):
-    step = model.step_graph(cache)
-    return kind.build(
-        lk.InferenceContext(PLACE), step.logits, kv=cache, kv_nodes=step.kv_nodes,
-        bound=step.bound, model_key=model.model_key,
-    )  # fmt: skip
-
-
-def token(model, session, cache, value: int):
-    start = cache.cached_len
-    cos, sin = model.rope.rows(start, 1)
-    out = session.step({
-        "ids": np.array([value]), "cos": cos, "sin": sin,
-        "position": np.array(start), "length": np.array(start + 1),
-    })  # fmt: skip
-    cache.cached_len = start + 1
-    return out
-
-
 def test_replays_equal_plain_steps_bit_for_bit_through_rebinds_truncates_and_clears(model):
-    rng, capacity = np.random.default_rng(0), 64
-    caches = [[model.new_cache(capacity, device=PLACE) for _ in range(2)] for _ in range(2)]
-    plain = session_of(model, caches[0][0])
-    held = session_of(model, caches[1][0], CapturedDecodeSession)
-    at = 0
-    for n in range(500):
-        pair = caches[0][at], caches[1][at]
-        if n % 53 == 52 or len(pair[0]) == capacity:
-            at = 1 - at
-            pair = caches[0][at], caches[1][at]
-            for cache in pair:
-                cache.reset()
-            assert plain.rebind_kv(pair[0]) is None
-            assert held.rebind_kv(pair[1]) is None
-            assert not held.captured
-        elif n % 17 == 16:
-            for cache in pair:
-                cache.truncate_to(len(cache) // 2)
-        value = int(rng.integers(CONFIG.vocab_size))
-        want, got = (token(model, s, c, value) for s, c in zip((plain, held), pair, strict=True))
-        assert want.tobytes() == got.tobytes(), n
-    assert held.captures == held.rebind_count + 1
-    assert held.replays == 500 - held.captures * CapturedDecodeSession.warmup
-    assert held.replays > 400
+    check_replays(model, PLACE, tokens=500, capacity=64)
 
 
 def test_a_replay_pushes_what_was_recorded_and_plans_nothing(model):
@@ -161,12 +120,7 @@ def test_a_capture_keeps_everything_it_uses_alive(model):
     cache.clear()  # the cache lets go; the recording must not
     gc.collect()
     assert all(ref() is not None for ref in buffers)
-    for n in (2, 3):
-        cos, sin = model.rope.rows(n, 1)
-        got.append(session.step({
-            "ids": np.array([3]), "cos": cos, "sin": sin, "position": np.array(n),
-            "length": np.array(n + 1),
-        }))  # fmt: skip
+    got += [token(model, session, cache, 3, start=n) for n in (2, 3)]
     assert session.replays > 0
     assert [a.tobytes() for a in want] == [a.tobytes() for a in got]
 
@@ -215,22 +169,7 @@ def test_a_node_whose_memory_was_used_again_is_refused_by_name():
 
 
 def test_paged_steps_are_captured_and_equal_the_host(model):
-    out = {}
-    for place in ("cpu", PLACE):
-        pool = model.new_pool(12, 4, device=place)
-        decoder = lk.models.PagedDecoder(model, pool, max_batch=2)
-        sessions = [pool.open() for _ in range(2)]
-        for n, s in enumerate(sessions):
-            decoder.prefill(s, [1 + n] * (3 + n))
-        logits = [decoder.decode(sessions, [n, n + 1]) for n in range(8)]
-        pool.truncate(sessions[0], 5)
-        sessions[1] = pool.fork(sessions[0])
-        logits += [decoder.decode(sessions, [n, n]) for n in range(4)]
-        out[place] = np.stack(logits)
-        if place == PLACE:
-            held = decoder.session_for(2)._held
-            assert (held.captures, held.replays) == (1, 11)
-    np.testing.assert_allclose(out["cpu"], out[PLACE], rtol=1e-5, atol=1e-5)
+    check_paged(model, PLACE, 1e-5)
 
 
 def test_a_capture_refuses_what_cannot_be_replayed():
