@@ -25,10 +25,8 @@ def token(
     """Step on one token, at the cache's length or at `start`."""
     at = cache.cached_len if start is None else start
     cos, sin = model.rope.rows(at, 1)
-    out = session.step({
-        "ids": np.array([value]), "cos": cos, "sin": sin,
-        "position": np.array(at), "length": np.array(at + 1),
-    })  # fmt: skip
+    data = {"ids": np.array([value]), "cos": cos, "sin": sin, "position": np.array(at)}
+    out = session.step(data)
     if start is None:
         cache.cached_len = at + 1
     return out

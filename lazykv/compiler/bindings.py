@@ -1,9 +1,10 @@
 """What the leaves of one plan are bound to: storages by reference, arrays in buffers of its own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from lazykv.compiler.carried import CarriedInput, advance_of
 from lazykv.compiler.program import Program
 from lazykv.device import HostArray, device, host_array
 from lazykv.dtypes import dtype, to_raw
@@ -18,7 +19,8 @@ class LeafBindings:
     """Storages by leaf. `stale` are the leaves whose storage the plan's calls do not know yet.
 
     `inputs` are the buffers of leaves that take arrays, and `refills` the arrays that have to be
-    copied in anew before every pass, because the pass writes into them.
+    copied in anew before every pass, because the pass writes into them. `carried` are inputs that
+    are fed and that the pass moves on.
     """
 
     def __init__(
@@ -29,6 +31,7 @@ class LeafBindings:
         self.storages: list[Storage | None] = [None] * len(self.leaves)
         self.inputs: dict[int, Storage] = {}
         self.refills: dict[int, HostArray] = {}
+        self.carried: dict[int, CarriedInput] = {}
         self.stale = set(range(len(self.leaves)))
         self.position = {t: n for n, t in enumerate(self.leaves)}
         for n, t in enumerate(self.leaves):
@@ -82,6 +85,16 @@ class LeafBindings:
             return
         with store.write() as dest:
             device(store.location).backend.copy_in(dest, value)
+
+    def feeder(self, n: int) -> Callable[[HostArray], object]:
+        """What a held plan calls to copy into a leaf's own buffer, which becomes bound to it."""
+        store = self.input_storage(n)
+        put = device(store.location).backend.feeder(store.array)
+        by = advance_of(self.program, n)
+        if by is None:
+            return put
+        self.carried[n] = CarriedInput(put, by)
+        return self.carried[n].feed
 
     def refill(self) -> None:
         """Copy arrays in again that the last pass wrote into."""

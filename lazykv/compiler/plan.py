@@ -2,7 +2,7 @@
 
 import hashlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -68,6 +68,8 @@ class Plan:
         self.running = threading.Lock()
         # False where a failed write can have touched only rows that nobody counts.
         self.tears = True
+        # True once a session relies on what is bound, and feeds the inputs by itself.
+        self.held = False
         self._registers = Registers(program)
         self._calls: list[Step] = []
         self._captured: CapturedCalls | None = None
@@ -147,11 +149,20 @@ class Plan:
         """Bind a placeholder: a Storage by reference, anything else copied in.
 
         A tensor the plan does not need is ignored. Raises `BindingError` unless shape, dtype and
-        location are what the placeholder declares; nothing is cast.
+        location are what the placeholder declares (nothing is cast), and if a session holds the
+        plan.
         """
         n = self._bound.position.get(tensor)
         if n is not None:
+            self._refuse_held()
             self._bound.put(n, self._bound.admit(n, value))
+
+    def _refuse_held(self) -> None:
+        if self.held:
+            raise BindingError(
+                f"plan {self.id}: got a binding, need none while a session holds it; use step and "
+                "rebind_kv of the session"
+            )
 
     def storage_of(self, tensor: Tensor) -> Storage:
         """The storage bound to a leaf now; BindingError if it has none or is not of this plan."""
@@ -164,6 +175,14 @@ class Plan:
     def input_storage(self, tensor: Tensor) -> Storage:
         """The plan's own buffer for a placeholder that takes arrays, bound to it."""
         return self._bound.input_storage(self._bound.position[tensor])
+
+    def feeder(self, tensor: Tensor) -> Callable[[HostArray], object]:
+        """What copies an array in raw dtype into the plan's own buffer for a placeholder.
+
+        An input that passes move on by themselves is copied only where it differs from what the
+        last one left (`carried`).
+        """
+        return self._bound.feeder(self._bound.position[tensor])
 
     def resolve(self) -> None:
         """Make the calls for leaves whose storage changed; everything is checked first."""
@@ -247,6 +266,8 @@ class Plan:
                 raise BindingError(f"plan {self.id}: got bindings {got}, need a mapping of Tensors")
             at, bound = self._bound.position, self._bound
             needed = [(at[t], v) for t, v in (bindings or {}).items() if t in at]
+            if needed:
+                self._refuse_held()
             checked = [(n, bound.admit(n, value)) for n, value in needed]
             self.set_symbols(env)
             if checked:
@@ -290,6 +311,7 @@ class Plan:
             self.resolve()
         if self._bound.refills:
             self._bound.refill()
+        carried = [(c, c.begin()) for c in self._bound.carried.values()]
         claims = self._claims
         acquire_all(claims)
         try:
@@ -314,6 +336,8 @@ class Plan:
             release_all(claims)
         self.runs += 1
         counters.add(kernels_run=len(self.program.steps), bytes_moved=self._bytes_moved)
+        for c, left in carried:
+            c.value = left
         results = self._registers.take_results()
         return [
             to_logical(array, spec.dtype)

@@ -21,14 +21,17 @@ Caches: TypeAlias = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """A step of `seq` tokens of `batch` sequences, and what changes from one to the next: bound
-    placeholders by name, ``cos`` and ``sin`` among them, and the symbol of the live length before
-    the step, None where that is bound too."""
+    """A step of `seq` tokens of `batch` sequences, and what changes from one to the next.
+
+    `bound` are placeholders by name, ``cos`` and ``sin`` among them. The live length before the
+    step is the symbol `position`, or bound as ``position`` with `length` the one after it.
+    """
 
     batch: int
     seq: int
     bound: dict[str, Tensor]
     position: Sym | None = None
+    length: Tensor | None = None
 
 
 class CacheRows(ABC):
@@ -60,9 +63,9 @@ class CacheRows(ABC):
 class LinearRows(CacheRows):
     """Position p of each sequence is row p of its own region: a `KvCache` of `capacity` rows.
 
-    The position is a symbol, or, `in_memory`, bound as ``position`` and ``length`` i64 ``[]`` that
-    kernels read when they run: what a capture needs. Who binds them keeps ``position + seq ==
-    length <= capacity``.
+    The position is a symbol, or, `in_memory`, bound as ``position`` i64 ``[]`` that kernels read
+    when they run: what a capture needs. The step adds `seq` to it in place, so the next one finds
+    its own there. Who binds it keeps ``position + seq <= capacity``.
     """
 
     capacity: int
@@ -70,11 +73,12 @@ class LinearRows(CacheRows):
 
     def inputs(self, g: Graph, batch: int, seq: int, half: int) -> StepInputs:
         if self.in_memory:
-            bound = _tables(g, (seq, half))
-            bound |= {name: g.placeholder((), i64, name) for name in ("position", "length")}
-            return StepInputs(batch, seq, bound)
-        position = Sym("cached_len", 0, self.capacity - seq)
-        return StepInputs(batch, seq, _tables(g, (seq, half)), position)
+            position = g.placeholder((), i64, "position")
+            length = position.write_slice(position + seq, ())
+            bound = {**_tables(g, (seq, half)), "position": position}
+            return StepInputs(batch, seq, bound, length=length)
+        first = Sym("cached_len", 0, self.capacity - seq)
+        return StepInputs(batch, seq, _tables(g, (seq, half)), first)
 
     def cache_shape(self, batch: int, n_kv_heads: int, head_dim: int) -> Shape:
         return batch, n_kv_heads, self.capacity, head_dim
@@ -83,10 +87,10 @@ class LinearRows(CacheRows):
         self, q: Tensor, k: Tensor, v: Tensor, caches: Caches, step: StepInputs, window: int | None
     ) -> Tensor:
         if self.in_memory:
-            at, length = step.bound["position"], step.bound["length"]
+            at = step.bound["position"]
             k_all, v_all = (c.write_slice_at(new, 2, at)
                             for c, new in zip(caches, (k, v), strict=True))  # fmt: skip
-            return attention(q, k_all, v_all, length=length, window=window)
+            return attention(q, k_all, v_all, length=step.length, window=window)
         position, seq = _position(step), q.shape[2]
         k_all, v_all = (c.at[:, :, position : position + seq].set(new)
                         for c, new in zip(caches, (k, v), strict=True))  # fmt: skip

@@ -280,7 +280,7 @@ class LlamaModel:
         with nullcontext() if ctx is None else ctx.owned("decode"):
             session = self.session_for(cache, seq, ctx, every=every)
             if not session.plan.symbols:
-                data |= {"position": np.array(start), "length": np.array(start + seq)}
+                data["position"] = np.array(start)
             try:
                 logits = session.step(data, dict.fromkeys(session.plan.symbols, start))
             except BaseException:

@@ -12,7 +12,7 @@ import numpy as np
 
 from lazykv.compiler.bindings import check_input
 from lazykv.compiler.plan import Plan
-from lazykv.device import HostArray, device, host_array
+from lazykv.device import HostArray, host_array
 from lazykv.dtypes import to_raw
 from lazykv.errors import BindingError, GraphError, SessionBusy
 from lazykv.graph import Tensor
@@ -58,6 +58,7 @@ class DecodeSession:
         self.history: deque[tuple[object, ...]] = deque([("built", alloc_id)], maxlen=HISTORY)
         self._key = key
         self._alloc_id = alloc_id
+        plan.held = True
         self._feeds = [_Feed(name, plan, t) for name, t in bound.items() if t in plan.leaves]
 
     @classmethod
@@ -209,8 +210,7 @@ class _Feed:
     def __init__(self, name: str, plan: Plan, tensor: Tensor) -> None:
         self.name = name
         self.tensor = tensor
-        store = plan.input_storage(tensor)
-        self.put = device(store.location).backend.feeder(store.array)
+        self.put = plan.feeder(tensor)
         self.shape = tensor.shape
         self.dtype = tensor.dtype.numpy
         # Raw-bit dtypes need a view of the array first: the exact-type shortcut must not match.

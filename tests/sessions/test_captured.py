@@ -264,4 +264,5 @@ def test_a_replay_moves_one_row_a_layer_and_no_more_q6(model, capacity):
     model.decode_step(1, cache)
     rows = CONFIG.n_layers * 2 * CONFIG.n_kv_heads * CONFIG.head_dim
     embedding, logits = CONFIG.hidden_size, CONFIG.vocab_size
-    assert lk.stats().bytes_moved - before == 4 * (rows + embedding + logits)
+    position = 2 * 8  # moved on in place, and kept for the layers after that
+    assert lk.stats().bytes_moved - before == 4 * (rows + embedding + logits) + position
