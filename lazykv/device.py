@@ -272,7 +272,7 @@ def _load(kind: str) -> Backend:
             made = point.load()()
         except LazyKvError:
             raise
-        except Exception as e:
+        except (Exception, SystemExit) as e:  # some packages leave when a driver is missing
             raise BackendUnavailable(
                 f"backend {kind!r}: got {type(e).__name__}: {e} while loading {point.value}, "
                 "need a Backend class"
@@ -337,10 +337,31 @@ def device(spec: DeviceLike) -> Device:
         return spec
     location = as_location(spec)
     backend = registry.find(location.kind)
-    if location not in backend.locations():
-        have = ", ".join(map(str, backend.locations())) or "none"
+    places = locations_of(location.kind, backend)
+    if location not in places:
+        have = ", ".join(map(str, places)) or "none"
         raise BackendUnavailable(f"device {location}: got no such device, need one of: {have}")
     return Device(location, backend)
+
+
+def locations_of(kind: str, backend: Backend) -> tuple[DeviceLocation, ...]:
+    """The devices of a backend; raises `BackendUnavailable` if it cannot name them."""
+    try:
+        places = tuple(backend.locations())
+    except LazyKvError:
+        raise
+    except Exception as e:
+        raise BackendUnavailable(
+            f"backend {kind!r}: got {type(e).__name__}: {e} when asked for its devices, need a "
+            "tuple of DeviceLocations"
+        ) from e
+    strays = [p for p in places if not isinstance(p, DeviceLocation) or p.kind != kind]
+    if strays:
+        raise BackendUnavailable(
+            f"backend {kind!r}: got {strays[0]!r} among its devices, need DeviceLocations of kind "
+            f"{kind!r}"
+        )
+    return places
 
 
 def host_array(value: object) -> HostArray:

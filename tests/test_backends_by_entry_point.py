@@ -34,6 +34,22 @@ class NoBackend:
 class BrokenBackend:
     def __init__(self):
         raise ValueError("no driver")
+
+class LeavingBackend:
+    def __init__(self):
+        raise SystemExit("no licence")
+
+class LostBackend(HalfBackend):
+    def locations(self):
+        raise OSError("the driver is gone")
+
+class StrangeBackend(HalfBackend):
+    def locations(self):
+        return ("strange:0",)
+
+class NamesakeBackend(HalfBackend):
+    def locations(self):
+        return (DeviceLocation("cpu"),)
 """,
     "half_backend-1.0.dist-info/METADATA": "Name: half-backend\nVersion: 1.0\n",
     "half_backend-1.0.dist-info/entry_points.txt": """
@@ -45,6 +61,10 @@ later = half_backend:LaterBackend
 bool = half_backend:BoolBackend
 silent = half_backend:SilentBackend
 none = half_backend:NoBackend
+leaving = half_backend:LeavingBackend
+lost = half_backend:LostBackend
+strange = half_backend:StrangeBackend
+namesake = half_backend:NamesakeBackend
 """,
 }
 
@@ -57,7 +77,8 @@ def installed(tmp_path, monkeypatch):
         path.write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     yield
-    registry.backends.pop("half", None)
+    for kind in ("half", "lost", "strange", "namesake"):
+        registry.backends.pop(kind, None)
     sys.modules.pop("half_backend", None)
 
 
@@ -68,7 +89,15 @@ def test_a_backend_is_found_by_name(installed):
 
 
 @pytest.mark.parametrize(
-    ("place", "got"), [("broken:0", "ValueError: no driver"), ("missing:0", "AttributeError")]
+    ("place", "got"),
+    [
+        ("broken:0", "ValueError: no driver"),
+        ("missing:0", "AttributeError"),
+        ("leaving:0", "SystemExit: no licence"),
+        ("lost:0", "OSError: the driver is gone"),
+        ("strange:0", "'strange:0' among its devices"),
+        ("namesake:0", "name='cpu'"),
+    ],
 )
 def test_a_broken_one_is_named_and_breaks_no_other(installed, place, got):
     with pytest.raises(lk.BackendUnavailable, match=got):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lazykv.device import Backend, DeviceLocation, device, registry
+from lazykv.device import Backend, DeviceLocation, device, locations_of, registry
 from lazykv.dtypes import dtype as find_dtype
 from lazykv.errors import BackendUnavailable
 from lazykv.graph import Tensor
@@ -93,7 +93,7 @@ def find_target(name: str, place: str | None = None) -> Target:
         )
     backend = registry.find(name)
     if place is None:
-        places = backend.locations()
+        places = locations_of(name, backend)
         if not places:
             raise BackendUnavailable(f"backend {name!r}: got no device, need at least one")
         return Target(backend, places[0])
