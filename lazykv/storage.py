@@ -1,99 +1,38 @@
 """Storage: a typed buffer in one location, behind a handle that plans hold on to."""
 
 import os
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from threading import get_ident
 from typing import Any, NoReturn, SupportsIndex, TypeAlias
 
 import numpy as np
 
 from lazykv import config, counters, poison
-from lazykv.device import Array, DeviceLike, DeviceLocation, HostArray, device, host_array
+from lazykv.backend_call import BackendCall
+from lazykv.device import (
+    Array,
+    Backend,
+    DeviceLike,
+    DeviceLocation,
+    HostArray,
+    device,
+    registry,
+)
+from lazykv.dlpack import label
 from lazykv.dtypes import DType, DTypeLike, dtype, to_logical, to_raw
-from lazykv.errors import BindingError, DTypeError, ShapeError, StorageLockError, StorageTornError
+from lazykv.errors import (
+    BindingError,
+    DTypeError,
+    ShapeError,
+    StorageTornError,
+    TopologyChanged,
+)
 from lazykv.ids import next_storage_id
+from lazykv.interchange import host_array, share
 from lazykv.layout import Layout
-from lazykv.spec import Shape, Spec, as_shape
-
-
-class ReadWriteLock:
-    """Many readers or one writer; a waiting writer goes before later readers.
-
-    `gate` is held by a writer for its whole block and by a reader only while it registers, so an
-    uncontended writer pays for one C-level lock. A thread may nest reads, also inside its own
-    write; a write inside its own read or write is refused, since it could only deadlock. A thread
-    that holds several storages at once takes them in the order of their ids, as plans do.
-    """
-
-    __slots__ = ("drained", "gate", "owner", "readers")
-
-    def __init__(self) -> None:
-        self.gate = threading.Lock()
-        self.owner = 0
-        self.readers: dict[int, int] = {}
-        self.drained = threading.Condition()
-
-    def acquire_read(self) -> None:
-        me = get_ident()
-        # A nested read must not wait at the gate: a writer there may be waiting for this thread.
-        if me in self.readers:
-            self.readers[me] += 1
-        elif self.owner == me:
-            self.readers[me] = 1
-        else:
-            with self.gate:
-                self.readers[me] = 1
-
-    def release_read(self) -> None:
-        me = get_ident()
-        with self.drained:
-            self.readers[me] -= 1
-            if not self.readers[me]:
-                del self.readers[me]
-                if not self.readers:
-                    self.drained.notify_all()
-
-    def acquire_write(self, who: str = "storage") -> None:
-        me = get_ident()
-        if me in self.readers or self.owner == me:
-            held = "write" if self.owner == me else "read"
-            raise StorageLockError(
-                f"{who}: got a write inside this thread's own {held}, need the {held} to end first"
-            )
-        self.gate.acquire()
-        self.owner = me
-        if self.readers:
-            self.wait_for_readers()
-
-    def wait_for_readers(self) -> None:
-        """Block until no reader is left; the caller owns the gate and loses it if interrupted."""
-        try:
-            with self.drained:
-                self.drained.wait_for(lambda: not self.readers)
-        except BaseException:
-            self.release_write()
-            raise
-
-    def release_write(self) -> None:
-        self.owner = 0
-        self.gate.release()
-
-    def after_fork(self) -> bool:
-        """In a forked child only the forking thread lives on: free what the others held. True if
-        one of them was writing."""
-        me = get_ident()
-        abandoned = self.owner not in (0, me)
-        self.gate = threading.Lock()
-        self.drained = threading.Condition()
-        self.readers = {me: self.readers[me]} if me in self.readers else {}
-        if self.owner == me:
-            self.gate.acquire()
-        else:
-            self.owner = 0
-        return abandoned
+from lazykv.locks import ReadWriteLock, new_hold, this_thread
+from lazykv.spec import Shape, Spec, as_shape, check_size
 
 
 class Storage:
@@ -106,13 +45,14 @@ class Storage:
     """
 
     __slots__ = ("__weakref__", "array", "dtype", "exporter", "frozen", "id", "location", "lock",
-                 "row_log", "shape", "torn", "version")  # fmt: skip
+                 "made_by", "row_log", "shape", "torn", "version")  # fmt: skip
 
     def __init__(
         self, array: Array, shape: Shape, dt: DType, location: DeviceLocation, *,
-        frozen: bool = False, exporter: object = None,
+        frozen: bool = False, exporter: object = None, backend: Backend | None = None,
     ) -> None:  # fmt: skip
         self.array = array
+        self.made_by = device(location).backend if backend is None else backend
         self.shape = shape
         self.dtype = dt
         self.location = location
@@ -131,45 +71,54 @@ class Storage:
         cls, shape: Sequence[SupportsIndex], dt: DTypeLike, device_: DeviceLike = "cpu"
     ) -> "Storage":
         """Uninitialized memory. Raises `OutOfMemory`, `BackendUnavailable`."""
-        spec = Spec(as_shape("Storage.allocate", shape), dtype(dt))
+        who = "Storage.allocate"
+        spec = check_size(who, Spec(as_shape(who, shape), dtype(dt)))
         where = device(device_)
-        buffer = where.backend.allocate(spec.nbytes, where.location)
-        counters.add(allocations=1)
-        if config.POISON:
-            poison.fill(where.backend, buffer, spec.nbytes)
-        array = where.backend.view(buffer, spec.dtype, Layout.contiguous(spec.shape))
-        return cls(array, spec.shape, spec.dtype, where.location)
+        with BackendCall(where.location, f"allocate of {spec.nbytes} bytes"):
+            buffer = where.backend.allocate(spec.nbytes, where.location)
+            counters.add(allocations=1)
+            if config.POISON:
+                poison.fill(where.backend, buffer, spec.nbytes)
+            array = where.backend.view(buffer, spec.dtype, Layout.contiguous(spec.shape))
+        return cls(array, spec.shape, spec.dtype, where.location, backend=where.backend)
 
     @classmethod
     def from_array(cls, array: object, device: DeviceLike = "cpu") -> "Storage":
-        """A copy of a host array; later changes to the array are not seen."""
+        """A copy of a host array, or of a storage in host memory, which is read under its lock.
+        Later changes are not seen."""
+        if isinstance(array, Storage):
+            with array.read():
+                return cls.from_array(np.asarray(array), device)
         host = host_array(array)
         dt = dtype(host.dtype)
         made = cls.allocate(host.shape, dt, device)
-        made._backend.copy_in(made.array, to_raw(host))
+        with BackendCall(made.location, "copy_in"):
+            made.made_by.copy_in(made.array, to_raw(host))
+        made._wait()  # what failed must not be handed out
         return made
 
     @classmethod
-    def wrap(cls, array: object) -> "Storage":
-        """Zero-copy import of a C-contiguous host array (buffer protocol or DLPack).
+    def wrap(cls, array: object, device: DeviceLike | None = None) -> "Storage":
+        """Zero-copy import of a C-contiguous array: a host array, by the buffer protocol or DLPack,
+        or memory of a device, by DLPack (a CUDA tensor of PyTorch or CuPy).
 
         The exporter stays alive as long as the storage; a read-only export gives a frozen storage.
+        `device` says where, if the memory is neither the host's nor a CUDA device's.
+
+        On a device, what the exporter's library has queued so far on its current stream runs before
+        what is done with the storage. Nothing orders what either side does later: give the storage
+        back through DLPack (``torch.from_dlpack(storage)``), whose stream then waits for the work
+        here, or synchronize; and synchronize the other library, or wrap again, after it has
+        written. When the storage and the plans that use it are let go, the work here is waited for.
+
+        Raises `ShapeError` for other strides or byte orders, `DTypeError`, `BackendUnavailable`
+        for a device that is not served, and `BindingError` for memory that cannot be used in place.
         """
-        host = host_array(array)
-        dt = dtype(host.dtype)
-        if not host.flags.c_contiguous:
-            raise ShapeError(
-                f"Storage.wrap: got strides {host.strides} for {Spec(host.shape, dt)}, need a "
-                "C-contiguous array; use Storage.from_array to copy it"
-            )
-        location = device("cpu").location
-        raw = to_raw(host)
-        if dt.numpy != host.dtype:
-            raise ShapeError(
-                f"Storage.wrap: got byte order {host.dtype.str}, need the machine's; use from_array"
-            )
-        frozen = not host.flags.writeable
-        return cls(raw, host.shape, dt, location, frozen=frozen, exporter=array)
+        lent = share(array, device)
+        return cls(
+            lent.array, lent.spec.shape, lent.spec.dtype, lent.place.location,
+            frozen=lent.read_only, exporter=array, backend=lent.place.backend,
+        )  # fmt: skip
 
     @property
     def nbytes(self) -> int:
@@ -180,8 +129,28 @@ class Storage:
         return Spec(self.shape, self.dtype)
 
     @property
-    def _backend(self):  # type: ignore[no-untyped-def]
-        return device(self.location).backend
+    def _backend(self) -> Backend:
+        self.check_backend()
+        return self.made_by
+
+    def is_served_by(self, backend: Backend) -> bool:
+        """Whether a backend can work on these bytes: the one that made them, or, in memory of the
+        host, another of its class."""
+        same = type(backend) is type(self.made_by) and backend.capabilities.host_memory
+        return backend is self.made_by or same
+
+    def check_backend(self) -> None:
+        """Refuse bytes of a backend that was replaced: another one can only misread them."""
+        if not self.is_served_by(registry.find(self.location.kind)):
+            raise TopologyChanged(
+                f"{self!r}: got another backend of {self.location} than the one that made it, need "
+                "a storage of that one; its bytes are gone"
+            )
+
+    def _wait(self) -> None:
+        """Until the work queued on the location has run; raises the first failure of it."""
+        with BackendCall(self.location, "synchronize"):
+            self.made_by.synchronize(self.location)
 
     @contextmanager
     def read(self) -> Iterator[Array]:
@@ -189,18 +158,19 @@ class Storage:
         queued on its location has run."""
         backend = self._backend
         if self.frozen:
-            backend.synchronize(self.location)
+            self._wait()
             with backend.current(self.location):
                 yield self.array
             return
-        self.lock.acquire_read()
+        hold = new_hold()
+        self.lock.acquire_read(hold)
         try:
             self.check_readable()
-            backend.synchronize(self.location)
+            self._wait()
             with backend.current(self.location):
                 yield self.array
         finally:
-            self.lock.release_read()
+            self.lock.release_read(hold)
 
     @contextmanager
     def write(self) -> Iterator[Array]:
@@ -210,9 +180,13 @@ class Storage:
         """
         self.check_writable()
         backend = self._backend
-        self.lock.acquire_write(repr(self))
+        owner = self.lock.acquire_write(repr(self))
         try:
-            backend.synchronize(self.location)
+            self._wait()
+        except BaseException:  # of earlier work: nothing of this block has been written
+            self.lock.release_write(owner)
+            raise
+        try:
             with backend.current(self.location):
                 yield self.array
         except BaseException:
@@ -224,7 +198,7 @@ class Storage:
             if self.row_log is not None:  # which rows the block wrote is not known
                 self.row_log.note(0, len(self.row_log.written))
         finally:
-            self.lock.release_write()
+            self.lock.release_write(owner)
 
     def check_readable(self) -> None:
         if self.torn:
@@ -239,36 +213,41 @@ class Storage:
 
     def to_numpy(self) -> HostArray:
         """A fresh host copy in the allocated shape and the logical dtype."""
-        with self.read() as array:
+        with self.read() as array, BackendCall(self.location, "copy_out"):
             return to_logical(self._backend.copy_out(array), self.dtype)
 
-    # Exports share the memory and take no lock: who writes through one moves no version.
+    # Exports share the memory and take no lock: who writes through one moves no version. Torn
+    # memory is given to nobody, and frozen memory as read-only.
 
     def __dlpack__(self, **options: Any) -> object:
+        self.check_readable()
         with self._backend.current(self.location):  # the consumer waits for what was given to it
-            return to_logical(self.array, self.dtype).__dlpack__(**options)
+            capsule = self.array.__dlpack__(**options)
+        return label(capsule, dtype=self.dtype, read_only=self.frozen)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         kind, index = self.array.__dlpack_device__()
         return int(kind), int(index)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> HostArray:
-        try:
-            return np.array(to_logical(self.array, self.dtype), dtype=dtype, copy=copy)
-        except TypeError as e:
-            raise self._not_host(e) from e
+        return np.array(to_logical(self._on_host(), self.dtype), dtype=dtype, copy=copy)
 
     def __buffer__(self, flags: int) -> memoryview:
         """The raw bits, for Python 3.12 and later (PEP 688)."""
-        try:
-            return memoryview(self.array)
-        except (TypeError, RuntimeError) as e:
-            raise self._not_host(e) from e
+        return memoryview(self._on_host())  # type: ignore[arg-type]
 
-    def _not_host(self, e: Exception) -> BindingError:
-        return BindingError(
-            f"{self!r}: got a host access ({e}), need a copy; use to_numpy() or to('cpu')"
-        )
+    def _on_host(self) -> HostArray:
+        """The raw bits where they are, once the work queued on the location has run."""
+        self.check_readable()
+        if not self._backend.capabilities.host_memory:
+            raise BindingError(
+                f"{self!r}: got a host access, need a copy; use to_numpy() or to('cpu')"
+            )
+        self._wait()
+        view: HostArray = np.asarray(self.array).view()
+        if self.frozen:
+            view.flags.writeable = False
+        return view
 
     def __copy__(self) -> "Storage":
         return self  # a handle: a second object with this id would have a state of its own
@@ -307,38 +286,46 @@ if hasattr(os, "register_at_fork"):
 
 
 def overlapping(storages: Sequence[Storage | None]) -> list[tuple[int, int]]:
-    """Positions of pairs of different storages that may share host memory.
+    """Positions of pairs of different storages that share memory.
 
-    Only imported memory can be shared, so only storages with an exporter are compared.
+    Only imported memory can be shared: one of a pair has an exporter, and can be written.
     """
-    out = []
-    for n, a in enumerate(storages):
-        if a is None or a.exporter is None or a.frozen:
-            continue
-        for m, b in enumerate(storages):
-            if b is None or b is a or (m < n and b.exporter is not None and not b.frozen):
-                continue
-            if a.location == b.location and np.may_share_memory(a.array, b.array):
-                out.append((n, m))
-    return out
+    given = [(n, s) for n, s in enumerate(storages) if s is not None]
+    lent = {n for n, s in given if s.exporter is not None and not s.frozen}
+    places = {s.location for n, s in given if n in lent}
+    spans = []
+    for n, s in given:
+        if s.location in places and s.nbytes:
+            start = s.made_by.address(s.array)
+            spans.append((str(s.location), start, start + s.nbytes, n))
+    out, begun = [], list[tuple[str, int, int, int]]()
+    for span in sorted(spans):
+        place, start, _, n = span
+        begun = [other for other in begun if other[0] == place and other[2] > start]
+        for *_, m in begun:
+            if storages[m] is not storages[n] and not lent.isdisjoint((m, n)):
+                out.append((min(m, n), max(m, n)))
+        begun.append(span)
+    return sorted(out)
 
 
 Claim: TypeAlias = tuple[Storage, bool]
 """A storage and whether it is to be written."""
 
 
-def acquire_all(claims: Sequence[Claim]) -> None:
-    """Take the locks of storages that stand in the order of their ids; all or none.
+def acquire_all(claims: Sequence[Claim]) -> int:
+    """Take the locks of storages that stand in the order of their ids; all or none. Returns what
+    `release_all` takes.
 
     Raises `StorageTornError` for a torn one. An uncontended write takes no Python-level call.
     """
-    me = get_ident()
+    me, hold = this_thread.number, new_hold()
     done = 0
     try:
         for st, is_write in claims:
             lock = st.lock
             if not is_write:
-                lock.acquire_read()
+                lock.acquire_read(hold)
             elif lock.readers or lock.owner == me or not lock.gate.acquire(blocking=False):
                 lock.acquire_write(repr(st))
             else:
@@ -349,17 +336,18 @@ def acquire_all(claims: Sequence[Claim]) -> None:
             if st.torn:
                 st.check_readable()
     except BaseException:
-        release_all(claims[:done])
+        release_all(claims[:done], hold)
         raise
+    return hold
 
 
-def release_all(claims: Sequence[Claim]) -> None:
+def release_all(claims: Sequence[Claim], hold: int) -> None:
     for st, is_write in claims:
         if is_write:
             st.lock.owner = 0
             st.lock.gate.release()
         else:
-            st.lock.release_read()
+            st.lock.release_read(hold)
 
 
 def as_host_bytes(who: str, data: object) -> HostArray:
@@ -368,16 +356,15 @@ def as_host_bytes(who: str, data: object) -> HostArray:
     `data` is a bytes-like object, or an array whose elements are taken little-endian, in row-major
     order.
     """
-    if not isinstance(data, np.ndarray):
-        if not hasattr(data, "__dlpack__"):
-            try:
-                view = memoryview(data)  # type: ignore[arg-type]
-            except TypeError:
-                got = type(data).__name__
-                raise DTypeError(f"{who}: got {got}, need bytes or an array") from None
-            return np.frombuffer(view if view.c_contiguous else view.tobytes(), np.uint8)
-        data = host_array(data)
-    if data.dtype.hasobject:
-        raise DTypeError(f"{who}: got an array of {data.dtype}, need bytes or numbers")
-    array = np.ascontiguousarray(data, data.dtype.newbyteorder("<"))
+    if not isinstance(data, np.ndarray) and not hasattr(data, "__dlpack__"):
+        try:
+            view = memoryview(data)  # type: ignore[arg-type]
+        except TypeError:
+            got = type(data).__name__
+            raise DTypeError(f"{who}: got {got}, need bytes or an array") from None
+        return np.frombuffer(view if view.c_contiguous else view.tobytes(), np.uint8)
+    given = host_array(data)
+    if given.dtype.hasobject:
+        raise DTypeError(f"{who}: got an array of {given.dtype}, need bytes or numbers")
+    array = np.ascontiguousarray(given, given.dtype.newbyteorder("<"))
     return array.reshape(-1).view(np.uint8)

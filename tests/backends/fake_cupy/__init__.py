@@ -46,7 +46,8 @@ def build(cupy: ModuleType | None = None) -> ModuleType:
         "cupy.cuda",
         Device=streams.Device, Stream=streams.Stream, Event=streams.Event, Graph=streams.Graph,
         get_current_stream=streams.current_stream, get_elapsed_time=streams.get_elapsed_time,
-        MemoryPool=memory.MemoryPool,
+        MemoryPool=memory.MemoryPool, UnownedMemory=memory.UnownedMemory,
+        MemoryPointer=memory.MemoryPointer,
         using_allocator=memory.using_allocator, alloc_pinned_memory=memory.alloc_pinned_memory,
         memory=_namespace("cupy.cuda.memory", OutOfMemoryError=memory.OutOfMemoryError),
         runtime=runtime, driver=_namespace("cupy.cuda.driver", CUDADriverError=CUDADriverError),
@@ -56,7 +57,10 @@ def build(cupy: ModuleType | None = None) -> ModuleType:
     vars(made).update({name: arrays.function(name) for name in FUNCTIONS})
     vars(made).update(ndarray=arrays.ndarray, from_dlpack=dlpack.from_dlpack)
     if cupy is not None:
-        vars(made).update({name: getattr(cupy, name) for name in (*FUNCTIONS, "ndarray")})
+        # What CuPy is made of looks for `_core` in whatever module has its name.
+        own = (*FUNCTIONS, "ndarray", "_core")
+        vars(made).update({name: getattr(cupy, name) for name in own})
+        cuda.UnownedMemory, cuda.MemoryPointer = cupy.cuda.UnownedMemory, cupy.cuda.MemoryPointer
     vars(made).update(cuda=cuda, RawModule=kernels.RawModule)
     return made
 

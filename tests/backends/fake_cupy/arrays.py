@@ -131,6 +131,7 @@ class ndarray(NDArrayOperatorsMixin):
     def __setitem__(self, index: Any, value: Any) -> None:
         target = self[index]
         _check_operands(target, value)
+        machine.check()
         to = target._host()  # fixed addresses from here on, and nothing kept alive
         source = value._host() if isinstance(value, ndarray) else value
         current_stream().push(lambda: to.__setitem__(..., source))
@@ -142,8 +143,9 @@ class ndarray(NDArrayOperatorsMixin):
         assert not kwargs
         return _eager(ufunc, *args)
 
-    def astype(self, dtype: Any) -> "ndarray":
-        return _eager(lambda a: a.astype(dtype), self)
+    def astype(self, dtype: Any, copy: bool = True) -> "ndarray":
+        same = not copy and self.dtype == np.dtype(dtype)
+        return self if same else _eager(lambda a: a.astype(dtype), self)
 
     def copy(self) -> "ndarray":
         return _eager(np.array, self)
@@ -163,6 +165,7 @@ class ndarray(NDArrayOperatorsMixin):
 
 
 def _wait(what: str) -> None:
+    machine.check()
     stream = current_stream()
     if stream.is_capturing():
         raise RuntimeError(f"{what} in a capture are disallowed")
@@ -198,6 +201,7 @@ def _eager(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _matmul(a: ndarray, b: ndarray, out: ndarray | None = None) -> ndarray:
     """By cuBLAS: queued if it has a place for the result, with f32 sums for 16-bit floats."""
     stream = current_stream()
+    machine.check()
     if stream.is_capturing():
         raise NotImplementedError("calling cuBLAS API during stream capture is unsupported")
     machine.cublas_calls += 1
@@ -215,9 +219,9 @@ def _matmul(a: ndarray, b: ndarray, out: ndarray | None = None) -> ndarray:
     return made
 
 
-def _asarray(value: Any, dtype: Any = None) -> ndarray:
+def _asarray(value: Any, dtype: Any = None, *, copy: bool | None = None) -> ndarray:
     if isinstance(value, ndarray):
-        return value if dtype in (None, value.dtype) else value.astype(dtype)
+        return value.astype(value.dtype if dtype is None else dtype, copy=bool(copy))
     _wait("Host-to-device transfers")
     return _placed(np.asarray(value, dtype))
 

@@ -38,6 +38,7 @@ class RawModule:
         defines = "".join(f"#define {o[2:].replace('=', ' ', 1)}\n" for o in self._options)
         exported = "\n".join(f"SHIM_KERNEL({k})" for k in _KERNEL.findall(self._code))
         assert f"SHIM_KERNEL({name})" in exported
+        machine.check()
         machine.compiled.append((self._code, self._options))
         return RawKernel(_library(f"{defines}{self._code}\n{exported}"), name)
 
@@ -62,6 +63,7 @@ class RawKernel:
             _check_conversion(args)
         values = [_value(a, kind) for a, kind in zip(args, self._kinds, strict=True)]
         shape = Launch((*grid, 1, 1)[:3], (*block, 1, 1)[:3])  # type: ignore[arg-type]
+        machine.check()
         machine.launches += 1
         current_stream().push(lambda: self._run(shape, values))
 

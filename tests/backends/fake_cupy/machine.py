@@ -71,6 +71,7 @@ class Machine:
         self.default_pool: Any = None
         self.cupy: Any = None  # CuPy itself, where its own arrays are used
         self.compiled: list[tuple[str, tuple[str, ...]]] = []
+        self.faults: dict[int, str] = {}
         self.launches = 0
         self.graph_launches = 0
         self.cublas_calls = 0
@@ -79,6 +80,17 @@ class Machine:
     def device(self) -> int:
         """The current device of this thread."""
         return int(getattr(self.thread, "device", 0))
+
+    def check(self) -> None:
+        """What every call of CUDA does first: behind a fault in a kernel, no call on its device
+        works any more."""
+        if self.device() in self.faults:
+            raise CUDARuntimeError(self.faults[self.device()])
+
+    def fault(self, device: int, error: CUDARuntimeError) -> None:
+        """Work of a device has failed; who waited for that work has not failed himself."""
+        if not self.faults:
+            self.faults[device] = str(error)
 
     def heap_of(self, address: int, nbytes: int) -> Heap:
         """The heap whose live memory holds these bytes."""

@@ -24,7 +24,16 @@ class Block:
     def __del__(self) -> None:
         # Of an earlier machine, or at the end of the process, nobody misses it.
         if self.ptr and machine.heaps is self.heaps and not sys.is_finalizing():
-            self.pool.take_back(self)
+            with machine.running:
+                self.pool.take_back(self)
+
+
+class UnownedMemory:
+    """Memory of somebody else, whose owner it keeps."""
+
+    def __init__(self, ptr: int, size: int, owner: object, device_id: int = -1) -> None:
+        assert device_id >= 0, "CuPy would ask the driver whose memory it is"
+        self.ptr, self.size, self.device_id, self._owner = ptr, size, device_id, owner
 
 
 class MemoryPointer:
@@ -57,10 +66,11 @@ class MemoryPool:
         size = -(-size // UNIT) * UNIT
         if not size:
             return pointer_to(Block(self, 0, 0, stream))
-        machine.mallocs += 1
-        ptr = self._reuse((device, stream), size) or self._grow(device, size)
-        self._used[device] = self._used.get(device, 0) + size
-        return pointer_to(Block(self, ptr, size, stream))
+        with machine.running:  # so that no work that uses a block runs while it is taken back
+            machine.mallocs += 1
+            ptr = self._reuse((device, stream), size) or self._grow(device, size)
+            self._used[device] = self._used.get(device, 0) + size
+            return pointer_to(Block(self, ptr, size, stream))
 
     def _reuse(self, key: tuple[int, int], size: int) -> int | None:
         free = self._free.get(key, [])
@@ -71,9 +81,10 @@ class MemoryPool:
         return fitting[-1][0]
 
     def _grow(self, device: int, size: int) -> int:
+        machine.check()
         limit, total = self._limits.get(device), self._total.get(device, 0)
         ptr = None
-        if limit is None or total + size <= limit:
+        if not limit or total + size <= limit:
             ptr = machine.heaps[device].take(size)
         if ptr is None and self._release(device):
             return self._grow(device, size)
@@ -105,6 +116,8 @@ class MemoryPool:
 
     def set_limit(self, size: int | None = None, fraction: float | None = None) -> None:
         assert size is not None, "the backend sets a size"
+        if size < 0:
+            raise ValueError(f"memory limit size out of range: {size}")
         self._limits[machine.device()] = size
 
     def used_bytes(self) -> int:
@@ -128,6 +141,7 @@ def using_allocator(allocator: Callable[[int], Any] | None = None) -> Iterator[N
 
 
 def alloc_pinned_memory(size: int) -> Any:
+    machine.check()
     made = (ctypes.c_ubyte * size)()
     machine.pinned.append((ctypes.addressof(made), size))
     return made

@@ -26,6 +26,7 @@ def getDeviceProperties(device: int) -> dict[str, object]:
 
 
 def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int) -> None:
+    machine.check()
     to_host = kind == memcpyDeviceToHost
     device, host = (src, dst) if to_host else (dst, src)
     pinned = machine.is_pinned(host, size)
@@ -39,6 +40,7 @@ def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int) -> None:
 
 
 def memsetAsync(ptr: int, value: int, size: int, stream: int) -> None:
+    machine.check()
     machine.heap_of(ptr, size)
     stream_at(stream).push(lambda: ctypes.memset(ptr, value, size))
 
@@ -46,6 +48,7 @@ def memsetAsync(ptr: int, value: int, size: int, stream: int) -> None:
 def memcpyPeerAsync(
     dst: int, dstDevice: int, src: int, srcDevice: int, size: int, stream: int
 ) -> None:
+    machine.check()
     if not size:
         return
     assert machine.heaps[dstDevice].holds(dst, size)

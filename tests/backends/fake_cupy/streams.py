@@ -11,6 +11,10 @@ from fake_cupy.machine import CUDARuntimeError, machine
 
 Work = Callable[[], object]
 
+SPOILED = (
+    "cudaErrorStreamCaptureInvalidated: operation failed due to a previous error during capture"
+)
+
 _pointers = itertools.count(1 << 20, 16)
 
 
@@ -38,16 +42,23 @@ class Device:
 
 
 class Stream:
-    """Work in order. Nothing runs until somebody waits."""
+    """Work in order. Nothing runs until somebody waits.
+
+    `spoil` makes a capture unusable, as a call does that CUDA does not allow in one.
+    """
 
     null: ClassVar[Any] = None
 
     def __init__(self, null: bool = False, non_blocking: bool = False) -> None:
+        if not null:
+            machine.check()
         self.ptr = 0 if null else next(_pointers)
         self.device_id = -1 if null else machine.device()
+        self._home = machine.device()
         self.is_non_blocking = non_blocking
         self.queue: deque[Work] = deque()
         self.recording: list[Work] | None = None
+        self.spoiled = False
         if not null:
             machine.streams[self.ptr] = self
 
@@ -65,6 +76,8 @@ class Stream:
             self.queue.append(work)
             if self.ptr == 0:
                 self.drain()
+        elif self.spoiled:
+            raise CUDARuntimeError(SPOILED)
         else:
             self.recording.append(work)
 
@@ -73,8 +86,9 @@ class Stream:
             work = self.queue.popleft()
             try:
                 work()
-            except CUDARuntimeError:
+            except CUDARuntimeError as e:
                 self.queue.clear()
+                machine.fault(self._home, e)
                 raise
 
     def drain(self) -> None:
@@ -83,7 +97,9 @@ class Stream:
                 self.run_one()
 
     def synchronize(self) -> None:
+        machine.check()
         if self.recording is not None:
+            self.spoil()
             raise CUDARuntimeError("cudaErrorStreamCaptureUnsupported")
         self.drain()
 
@@ -93,16 +109,24 @@ class Stream:
         return event
 
     def wait_event(self, event: "Event") -> None:
+        machine.check()
         self.push(event.mark.complete)
 
     def begin_capture(self, mode: int | None = None) -> None:
         if self.ptr == 0:
             raise RuntimeError("cannot capture on the default (legacy) stream")
-        self.recording = []
+        machine.check()
+        self.recording, self.spoiled = [], False
+
+    def spoil(self) -> None:
+        self.spoiled = True
 
     def end_capture(self) -> "Graph":
         assert self.recording is not None, "a capture was begun"
         work, self.recording = self.recording, None
+        machine.check()
+        if self.spoiled:
+            raise CUDARuntimeError(SPOILED)
         return Graph(work)
 
     def is_capturing(self) -> bool:
@@ -149,10 +173,12 @@ class Event:
     def __init__(
         self, block: bool = False, disable_timing: bool = False, interprocess: bool = False
     ) -> None:
+        machine.check()
         self.mark = Mark(None)
         self.device_id = machine.device()
 
     def record(self, stream: Stream | None = None) -> None:
+        machine.check()
         stream = stream or current_stream()
         if stream.device_id not in (-1, self.device_id):
             raise CUDARuntimeError("cudaErrorInvalidResourceHandle")
@@ -164,6 +190,7 @@ class Event:
         return self.mark.reached
 
     def synchronize(self) -> None:
+        machine.check()
         with machine.running:
             self.mark.complete()
 
@@ -181,6 +208,7 @@ class Graph:
         self.work = tuple(work)
 
     def launch(self, stream: Stream | None = None) -> None:
+        machine.check()
         machine.graph_launches += 1
         stream = stream or current_stream()
         for work in self.work:

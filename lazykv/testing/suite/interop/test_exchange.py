@@ -173,7 +173,7 @@ def test_read_only_imports_are_never_written(target: Target) -> None:
 
 def test_a_plan_writes_wrapped_memory_in_place(target: Target) -> None:
     if target.location != CPU:
-        pytest.skip("wrapped memory is on cpu")
+        pytest.skip("memory of the host is wrapped on cpu")
     lent = np.zeros((3, 4), np.float32)
     store = Storage.wrap(OnlyDlpack(lent))
     g = Graph()
