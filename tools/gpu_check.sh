@@ -4,9 +4,11 @@
 #   tools/gpu_check.sh [REPORT.json]
 #
 # Makes a virtual environment, installs lazykv with the CuPy that fits the driver, and runs
-# tools/gpu_check.py, whose exit code it returns: 0 passed, 1 something failed, 3 no GPU.
+# tools/gpu_check.py, whose exit code it returns: 0 passed, 1 something failed, 3 no GPU or nothing
+# to use it with, 4 something was not finished in time. The report says more.
 #
-#   GPU_CHECK_PYTHON  an interpreter that has everything already: nothing is installed
+#   GPU_CHECK_PYTHON  an interpreter with CuPy, pytest and what lazykv needs: nothing is installed,
+#                     and lazykv is this folder's
 #   GPU_CHECK_WHEELS  a folder of wheels to install from, without a network
 set -eu
 
@@ -20,6 +22,7 @@ then
 fi
 
 if [ -n "${GPU_CHECK_PYTHON:-}" ]; then
+    export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
     exec "$GPU_CHECK_PYTHON" "$here/tools/gpu_check.py" --report "$report"
 fi
 
@@ -27,11 +30,6 @@ fi
 cuda=$(nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: \([0-9]*\).*/\1/p' | head -n 1)
 if [ "${cuda:-12}" -ge 13 ]; then major=13; else major=12; fi
 extra=cuda$major
-# CuPy brings no CUDA libraries: without a toolkit they come from pip.
-toolkit=
-if ! ls "${CUDA_PATH:-/usr/local/cuda}/lib64/libnvrtc.so.$major"* >/dev/null 2>&1; then
-    toolkit="cuda-toolkit[cublas,cudart,nvrtc]==$major.*"
-fi
 
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -39,9 +37,8 @@ start=$(date +%s)
 python3 -m venv "$folder/venv"
 set -- --quiet --disable-pip-version-check
 if [ -n "${GPU_CHECK_WHEELS:-}" ]; then set -- "$@" --no-index --find-links "$GPU_CHECK_WHEELS"; fi
-"$folder/venv/bin/pip" install "$@" "$here[$extra]" "pytest>=8.3" "hypothesis>=6.120" \
-    ${toolkit:+"$toolkit"} || {
-    echo "gpu_check: got no environment from pip, need lazykv[$extra] and pytest" >&2
+"$folder/venv/bin/pip" install "$@" "$here[$extra,conformance]" || {
+    echo "gpu_check: got no environment from pip, need lazykv[$extra,conformance]" >&2
     exit 1
 }
 echo "installed lazykv[$extra] in $(($(date +%s) - start)) s"

@@ -8,7 +8,6 @@ the kernels' own source, and ``tools/gpu_check.sh`` is there to be run on a mach
 """
 
 import importlib
-import itertools
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -20,6 +19,7 @@ from lazykv.backends.cuda_moves import copy_steps
 from lazykv.backends.cuda_ops import CudaOp, find
 from lazykv.backends.cuda_probe import probe
 from lazykv.backends.cuda_queue import Queue
+from lazykv.backends.cuda_refusals import Word
 from lazykv.backends.cuda_site import Site, Steps
 from lazykv.device import (
     API_VERSION,
@@ -32,8 +32,9 @@ from lazykv.device import (
     Kernel,
     Step,
 )
+from lazykv.dlpack import CUDA, Lent
 from lazykv.dtypes import DType
-from lazykv.errors import BackendUnavailable, ShapeError
+from lazykv.errors import BackendUnavailable, RangeError, ShapeError
 from lazykv.layout import Layout
 from lazykv.ops.op import Op
 from lazykv.spec import Spec
@@ -45,10 +46,13 @@ class CudaCapture:
     def __init__(self, queue: Queue, calls: Sequence[Step]) -> None:
         self._queue = queue
         self._calls = tuple(calls)
-        self._graph = queue.record(self._calls)
+        self._words: list[Word] = []
+        with queue.refusals.recording(self._words):
+            self._graph = queue.record(self._calls)
 
     def replay(self) -> None:
         self._queue.refuse_in_capture("a replay")
+        self._queue.refusals.note(*self._words)
         self._queue.run(self._graph.launch, self._queue.stream)
 
 
@@ -60,9 +64,12 @@ class CudaBackend(Backend):
 
     name: ClassVar[str] = "cuda"
     api_version: ClassVar[int] = API_VERSION
+    dlpack_device_type: ClassVar[int | None] = CUDA
     install_hint: ClassVar[str] = "pip install 'lazykv[cuda13]' or 'lazykv[cuda12]'"
 
     def __init__(self, limit_bytes: int | None = None) -> None:
+        if limit_bytes is not None and limit_bytes < 1:  # CuPy takes 0 for no limit
+            raise RangeError(f"CudaBackend: got limit_bytes {limit_bytes}, need at least 1")
         last = probe()[-1]
         if not last.ok and last.name != "capture":
             raise BackendUnavailable(
@@ -73,7 +80,6 @@ class CudaBackend(Backend):
         self._limit_bytes = limit_bytes
         self._queues: dict[DeviceLocation, Queue] = {}
         self._lock = threading.Lock()
-        self._codes = itertools.count(1)
         count = self.xp.cuda.runtime.getDeviceCount()
         self._locations = tuple(DeviceLocation(f"cuda:{n}") for n in range(count))
         devices = [self.xp.cuda.Device(n) for n in range(count)]
@@ -117,6 +123,17 @@ class CudaBackend(Backend):
         start = buffer.data + layout.offset * dtype.itemsize
         return self.xp.ndarray(layout.shape, dtype.raw, start, strides)
 
+    # Memory of other libraries
+
+    def receiving(self, location: DeviceLocation) -> AbstractContextManager[int]:
+        return self.queue(location).receiving()
+
+    def adopt(self, memory: Lent, location: DeviceLocation) -> Array:
+        return self.queue(location).adopt(memory)
+
+    def address(self, array: Array) -> int:
+        return int(array.data.ptr)
+
     # Copies
 
     def copy_in(self, dest: Array, source: HostArray) -> None:
@@ -148,8 +165,10 @@ class CudaBackend(Backend):
         line = _contiguous(giver, source)
         made = dest if _is_contiguous(dest) else taker.array(dest.shape, dest.dtype)
         taker.wait_for(giver)
-        taker.copy_from_peer(made, giver, line)
-        giver.wait_for(taker)
+        try:
+            taker.copy_from_peer(made, giver, line)
+        finally:  # `line` goes back to the giver's memory: not before the copy has read it
+            giver.wait_for(taker)
         if made is not dest:
             _copy(taker, dest, made)
 
@@ -167,21 +186,21 @@ class CudaBackend(Backend):
             if type(op).body is Op.body:
                 return None
             found = CudaOp(_no_kernel)
-        # A number that names this op of this program in a device's error word.
-        code = next(self._codes)
-        return Kernel(partial(self._emit, found, code), partial(self._scratch, found))
+        return Kernel(partial(self._emit, found), partial(self._scratch, found))
 
     def _scratch(self, found: CudaOp, op: Any, ins: tuple[Spec, ...], out: Spec) -> Sequence[Spec]:
         return found.scratch(op, ins, out, self._multiprocessors)
 
-    def _emit(self, found: CudaOp, code: int, call: Call) -> list[Step]:
+    def _emit(self, found: CudaOp, call: Call) -> list[Step]:
         if call.op.destroys is None and not call.out.size:
             return []
         queue = self._queue_of(call.out)
-        queue.refusable[code] = call.op
-        site = Site(queue, code, call)
+        word = queue.refusals.take(call.op) if found.refuses else None
+        site = Site(queue, call, word)
         steps = found.emit(site)
-        return portable(site) if steps is None else steps
+        if steps is None:
+            return portable(site)
+        return steps if word is None else [(queue.refusals.note, (word,)), *steps]
 
 
 def _no_kernel(site: Site) -> Steps:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lazykv.backends import cuda_kernels as ck
+from lazykv.backends.cuda_refusals import REFUSED
 from lazykv.backends.cuda_site import (
     Site,
     Steps,
@@ -152,7 +153,7 @@ def _steps(
     args = ck.struct(
         "attention", batch=extents.batch, heads=extents.heads, kv_heads=extents.kv_heads,
         queries=extents.queries, rows=extents.rows, window=extents.window, sinks=extents.sinks,
-        splits=splits, scale=call.op.scale, code=site.code, **fields,
+        splits=splits, scale=call.op.scale, code=REFUSED, **fields,
     )  # fmt: skip
     macros = {
         "QUERY": call.in_specs[0].dtype.name, "ROW": call.in_specs[2].dtype.name,
@@ -162,7 +163,7 @@ def _steps(
     parts = call.scratch if splits > 1 else (None, None)
     sizes = {n: getattr(extents, n) for n in ("batch", "heads", "kv_heads", "queries")}
     grid = ck.launch_of(name, **sizes, lines=shape.lines, splits=splits)
-    tail = (*parts, queue.error)
+    tail = (*parts, site.error)
     steps = [_main(site, name, grid, (call.out, *pointers), tail, args, macros)]
     if splits > 1:
         grid = ck.launch_of("attention_reduce", lines=extents.lines)

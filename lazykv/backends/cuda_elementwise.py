@@ -32,7 +32,7 @@ _UNARY: dict[type[Any], str] = {
     ew.Tanh: "tanhf(x)",
     # exp overflows to infinity for x below about -88, and x / infinity is the right -0.
     ew.Silu: "x/(1+expf(-x))",
-    ew.Gelu: "x*(tanhf((x+x*x*x*{1!r}f)*{0!r}f)+1)*0.5f".format(*ew.GELU_TANH),
+    ew.Gelu: "x*((tanhf((x+x*x*x*{1!r}f)*{0!r}f)+1)*0.5f)".format(*ew.GELU_TANH),
 }
 
 _ARITHMETIC = {"add": "{0}+{1}", "subtract": "{0}-{1}", "multiply": "{0}*{1}",
@@ -116,12 +116,12 @@ def where(site: Site) -> Steps:
 
 
 def cast(site: Site) -> Steps:
-    return _of_call(site, "x!=0" if site.call.out_spec.dtype.name == "bool" else "x")
+    return _of_call(site, "!is_zero(x)" if site.call.out_spec.dtype.name == "bool" else "x")
 
 
 def fill(site: Site) -> Steps:
     dt = site.call.out_spec.dtype
-    return _of_call(site, "real" if dt.is_float else "whole", site.call.op.value)
+    return _of_call(site, "real" if dt.is_float else "whole", site.call.op.number())
 
 
 def symbol(site: Site) -> Steps:

@@ -4,6 +4,7 @@ from typing import Any
 
 from lazykv.backends import cuda_kernels as ck
 from lazykv.backends.cuda_queue import Queue
+from lazykv.backends.cuda_refusals import REFUSED
 from lazykv.backends.cuda_site import Site, Steps, addresses_of, launch, launch_later, steps_of
 from lazykv.device import Array
 from lazykv.dtypes import i32, i64
@@ -91,7 +92,7 @@ def write_at(site: Site) -> Steps:
     return [
         launch(
             site.queue, "write_slice_at", shape, dest, source, site.call.ins[2], len(dest),
-            site.queue.error, site.code, found.walk, BYTES=found.element_bytes,
+            site.error, REFUSED, found.walk, BYTES=found.element_bytes,
         )
     ]  # fmt: skip
 
@@ -104,7 +105,7 @@ def write_rotating(site: Site) -> Steps:
     return [
         launch(
             site.queue, "write_slice_rotating", shape, dest, source, site.call.ins[2], op.modulus,
-            op.sinks, site.queue.error, site.code, found.walk, BYTES=found.element_bytes,
+            op.sinks, site.error, REFUSED, found.walk, BYTES=found.element_bytes,
         )
     ]  # fmt: skip
 
@@ -133,7 +134,7 @@ def write_rows(site: Site) -> Steps:
     width = {"BYTES": found.element_bytes}
     check = launch(
         site.queue, "write_rows_check", ck.launch_of("write_rows_check"), usable, owner, rows,
-        len(rows), count, len(dest), site.queue.error, site.code, **width,
+        len(rows), count, len(dest), site.error, REFUSED, **width,
     )  # fmt: skip
     shape = ck.launch_of("write_rows", size=found.size)
     values = (dest, source, rows, usable, found.walk)
@@ -154,7 +155,7 @@ def take(site: Site) -> Steps:
     return [
         launch(
             site.queue, "take", shape, lines, table, ids, ck.ID_TYPES[kind], len(table),
-            site.queue.error, site.code, found.walk, BYTES=found.element_bytes,
+            site.error, REFUSED, found.walk, BYTES=found.element_bytes,
         )
     ]  # fmt: skip
 

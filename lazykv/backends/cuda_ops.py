@@ -40,22 +40,24 @@ def _none(op: Any, ins: tuple[Spec, ...], out: Spec, multiprocessors: int) -> Se
 @dataclass(frozen=True, slots=True)
 class CudaOp:
     """How an op runs: whether it takes the operands, the calls to make, and their scratch memory,
-    which depends on the device's multiprocessors."""
+    which depends on the device's multiprocessors. One that `refuses` may find a number out of
+    range when it runs."""
 
     emit: Callable[[Site], Steps]
     takes: _Rule = _any
     scratch: Callable[[Any, tuple[Spec, ...], Spec, int], Sequence[Spec]] = _none
+    refuses: bool = False
 
 
 OPS: dict[type[Op], CudaOp] = {
     ZeroFill: CudaOp(moves.zero_fill),
     Copy: CudaOp(moves.move),
     Concat: CudaOp(moves.concat),
-    Take: CudaOp(moves.take),
+    Take: CudaOp(moves.take, refuses=True),
     WriteSlice: CudaOp(moves.write_slice),
-    WriteSliceDoff: CudaOp(moves.write_at),
-    WriteSliceRotating: CudaOp(moves.write_rotating),
-    WriteRows: CudaOp(moves.write_rows, scratch=moves.write_rows_scratch),
+    WriteSliceDoff: CudaOp(moves.write_at, refuses=True),
+    WriteSliceRotating: CudaOp(moves.write_rotating, refuses=True),
+    WriteRows: CudaOp(moves.write_rows, scratch=moves.write_rows_scratch, refuses=True),
     Cast: CudaOp(elementwise.cast, elementwise.runs_cast),
     Where: CudaOp(elementwise.where),
     Fill: CudaOp(elementwise.fill, elementwise.runs_fill),
@@ -66,10 +68,16 @@ OPS: dict[type[Op], CudaOp] = {
     Softmax: CudaOp(rows.softmax, rows.is_float),
     Rope: CudaOp(rows.rope, rows.is_float),
     MatMul: CudaOp(rows.matmul, scratch=rows.matmul_scratch),
-    Attention: CudaOp(attention.attention, attention.runs, attention.scratch),
-    LatentAttention: CudaOp(attention.latent_attention, attention.runs, attention.scratch),
-    RingAttention: CudaOp(attention.ring_attention, attention.runs, attention.scratch),
-    PagedAttention: CudaOp(attention.paged_attention, attention.runs, attention.scratch),
+    Attention: CudaOp(attention.attention, attention.runs, attention.scratch, refuses=True),
+    LatentAttention: CudaOp(
+        attention.latent_attention, attention.runs, attention.scratch, refuses=True
+    ),
+    RingAttention: CudaOp(
+        attention.ring_attention, attention.runs, attention.scratch, refuses=True
+    ),
+    PagedAttention: CudaOp(
+        attention.paged_attention, attention.runs, attention.scratch, refuses=True
+    ),
 }
 OPS |= dict.fromkeys(View.__subclasses__(), CudaOp(moves.move))
 OPS |= dict.fromkeys(

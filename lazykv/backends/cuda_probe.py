@@ -14,6 +14,7 @@ import numpy as np
 CUPY_MAJOR = 14
 
 _EXTRAS = "pip install 'lazykv[cuda13]' or 'lazykv[cuda12]'"
+_TOOLKIT = f"{_EXTRAS}, or a CUDA toolkit of CuPy's major version (CUDA_PATH)"
 _SOURCE = 'extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= 2; }'
 _VALUES = np.arange(32, dtype=np.float32)
 
@@ -30,7 +31,12 @@ class Stage:
 
 def probe() -> list[Stage]:
     """The stages up to the first that is not ok: ``cupy``, ``driver``, ``device``, ``memory``,
-    ``compiler`` and ``capture`` (on device 0). Never raises."""
+    ``compiler``, ``libraries`` and ``capture``. Never raises.
+
+    ``capture`` is the last, since a backend does without it. All run on CuPy's current device,
+    which is the first one unless another was made current: CUDA keeps some hundred MB there from
+    then on.
+    """
     made: list[Stage] = []
     cupy: Any = None
     for name, check, hint in _STAGES:
@@ -70,14 +76,19 @@ def _device(cupy: Any) -> tuple[bool, str]:
 
 
 def _memory(cupy: Any) -> tuple[bool, str]:
-    with cupy.cuda.Device(0):
-        there = cupy.asarray(_VALUES)
-        back = cupy.asnumpy(there)
+    back = cupy.asnumpy(cupy.asarray(_VALUES))
     return bool((back == _VALUES).all()), f"{back.nbytes} bytes there and back"
 
 
 def _compiler(cupy: Any) -> tuple[bool, str]:
     return _doubled(cupy, lambda kernel, x: kernel((1,), (32,), (x,))), "NVRTC compiles"
+
+
+def _libraries(cupy: Any) -> tuple[bool, str]:
+    """CuPy loads cuBLAS at the first product, and compiles its own kernels with headers of CUDA."""
+    ones = cupy.asarray(np.ones((16, 16), np.float16))
+    made = cupy.asnumpy(cupy.matmul(ones, ones) + 1)
+    return bool((made == 17).all()), "cuBLAS and CuPy's own kernels run"
 
 
 def _capture(cupy: Any) -> tuple[bool, str]:
@@ -95,7 +106,7 @@ def _capture(cupy: Any) -> tuple[bool, str]:
 
 def _doubled(cupy: Any, run: Callable[[Any, Any], None]) -> bool:
     """Whether a kernel that doubles its argument does so."""
-    with cupy.cuda.Device(0), cupy.cuda.Stream(non_blocking=True):
+    with cupy.cuda.Stream(non_blocking=True):
         kernel = cupy.RawModule(code=_SOURCE).get_function("twice")
         x = cupy.asarray(_VALUES)
         run(kernel, x)
@@ -107,6 +118,7 @@ _STAGES: tuple[tuple[str, Callable[[Any], tuple[bool, str]], str], ...] = (
     ("driver", _driver, f"an NVIDIA driver as new as CuPy's CUDA; {_EXTRAS}, as the driver allows"),
     ("device", _device, "a GPU; see `nvidia-smi` and CUDA_VISIBLE_DEVICES"),
     ("memory", _memory, "a GPU with free memory; see `nvidia-smi`"),
-    ("compiler", _compiler, "CUDA's NVRTC; pip install 'cupy-cuda13x[ctk]' or 'cupy-cuda12x[ctk]'"),
+    ("compiler", _compiler, f"CUDA's NVRTC and headers; {_TOOLKIT}"),
+    ("libraries", _libraries, f"CUDA's cuBLAS and headers; {_TOOLKIT}"),
     ("capture", _capture, "a driver that captures streams"),
 )

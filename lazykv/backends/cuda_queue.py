@@ -8,29 +8,40 @@ the stream before whatever gets the block next, so it has run by then.
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import finalize
 
 import numpy as np
 
 from lazykv.backends import cuda_kernels as ck
 from lazykv.backends.cuda_pinned import PinnedRing, pinned
+from lazykv.backends.cuda_refusals import WORDS, Refusals, Slab, Word, parts
 from lazykv.device import Array, DeviceLocation, HostArray, Step
+from lazykv.dlpack import Lent
 from lazykv.errors import CaptureError, KernelError, OutOfMemory, RangeError
-from lazykv.ops.op import Op
 
 LANDING_BYTES = 1 << 20
 """Results up to this size go to the host through page-locked memory."""
 
+MEMORY_ALLOCATION = 2
+"""Status of an error of CUDA that means out of memory (`cudaErrorMemoryAllocation`)."""
+
 _MODULES = (
     ("copy", "write_slice_at", "write_slice_rotating", "write_rows_check", "write_rows", "take"),
     ("rms_norm", "softmax", "rope"),
-    *((name, "attention_reduce") for name in ("attention", "paged_attention", "ring_attention",
-                                              "latent_attention")),
+    *((name,) for name in ("attention", "paged_attention", "ring_attention", "latent_attention",
+                           "attention_reduce")),
     ("gemv", "gemv_reduce"),
     ("map",),
 )  # fmt: skip
+
+
+class _Lease:
+    """What arrays in lent memory keep; when it goes, nothing more is given that uses the memory."""
+
+    __slots__ = ("__weakref__",)
 
 
 class Queue:
@@ -45,7 +56,7 @@ class Queue:
         self.cupy = cupy
         self.location = location
         self.multiprocessors = multiprocessors
-        self.refusable: WeakValueDictionary[int, Op] = WeakValueDictionary()
+        self.refusals = Refusals(self._slab, self.clear)
         self.refused_allocations = 0
         self._faults = cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError
         self._thread = threading.local()
@@ -53,16 +64,13 @@ class Queue:
         self._compiling = threading.Lock()
         self._kernels: dict[tuple[object, ...], Any] = {}
         self._device = cupy.cuda.Device(location.index)
-        with self._device:
+        with self._translated(), self._device:
             self._stream = cupy.cuda.Stream(non_blocking=True)
             self._pool = cupy.cuda.MemoryPool()
             if limit_bytes is not None:
                 self._pool.set_limit(size=limit_bytes)
-        self.error = self.array((1,), np.dtype(np.int32))
         self.zeros = self.array((16,), np.dtype(np.uint8))
-        for made in (self.error, self.zeros):
-            self.clear(made)
-        self._word = self.run(pinned, cupy, 4).view(np.int32)
+        self.clear(self.zeros)
         self._landing = self.run(pinned, cupy, LANDING_BYTES)
         self._ring = self.run(PinnedRing, cupy)
 
@@ -93,10 +101,19 @@ class Queue:
 
         A fault of earlier work may be told by any later call.
         """
+        with self._translated(), self._device, self.stream:
+            return f(*args)
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
         try:
-            with self._device, self.stream:
-                return f(*args)
+            yield
         except self._faults as e:
+            if getattr(e, "status", None) == MEMORY_ALLOCATION:
+                raise OutOfMemory(
+                    f"{self.location}: got {e}, need more memory of the device or page-locked "
+                    "memory of the host"
+                ) from e
             raise KernelError(
                 f"{self.location}: got {e}, need its work to run; after a fault in a kernel the "
                 "process cannot use the device any more"
@@ -136,6 +153,29 @@ class Queue:
         """Uninitialized memory as a 1-D u8 array."""
         memory = self.run(self.malloc, nbytes)
         return self.cupy.ndarray((nbytes,), np.dtype(np.uint8), memory)
+
+    @contextmanager
+    def receiving(self) -> Iterator[int]:
+        """The device as the current one; gives the stream's number for DLPack.
+
+        The stream does not become CuPy's current one: an array of CuPy's would take it for the one
+        that its own work is on, and wait for nothing.
+        """
+        with self._device:
+            yield self._stream.ptr
+
+    def adopt(self, memory: Lent) -> Array:
+        """Memory of another library as a 1-D u8 array."""
+        lease, where = _Lease(), (memory.address, memory.nbytes)
+        finalize(lease, self._let_go, memory).atexit = False
+        lent = self.cupy.cuda.UnownedMemory(*where, lease, self.location.index)
+        start = self.cupy.cuda.MemoryPointer(lent, 0)
+        return self.cupy.ndarray((memory.nbytes,), np.dtype(np.uint8), start)
+
+    def _let_go(self, memory: Lent) -> None:
+        """Its owner may hand it out again, in an order of its own, as soon as this returns."""
+        with suppress(KernelError):  # a fault is for those to hear who wait for results
+            self.run(self._stream.synchronize)
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Uninitialized and contiguous."""
@@ -198,31 +238,38 @@ class Queue:
             self._finish()
 
     def _finish(self) -> None:
-        """Wait, and look at the error word; the caller holds the lock of the page-locked memory."""
-        self._to_host(self._word, self.error.data.ptr, 4)
+        """Wait, and look at the words of this thread's work; the caller holds the lock of the
+        page-locked memory."""
+        given = self.refusals.given()
+        for source, dest in parts(given):
+            self._to_host(dest, source.data.ptr, dest.nbytes)
         self.run(self._stream.synchronize)
-        code = int(self._word[0])
-        if code:
-            self.clear(self.error)
-            raise self._refusal(code)
+        refused = [w for w in given if w.is_set]
+        if refused:
+            self.refusals.clear(refused)
+            raise self._refusal(refused)
 
-    def _refusal(self, code: int) -> RangeError:
-        op = self.refusable.get(code)
-        who = "a kernel" if op is None else op.name
+    def _refusal(self, words: Sequence[Word]) -> RangeError:
+        first = words[0].op
         error = RangeError(
-            f"{who}: got an offset, length, id, row or block out of range on {self.location}, need "
-            "those in tensors to fit the operands; the kernel wrote nothing there"
+            f"{first.name}: got an offset, length, id, row or block out of range on "
+            f"{self.location}, need those in tensors to fit the operands; the kernel wrote nothing "
+            "there"
         )
-        error.op = op
+        error.op = first
+        error.refused = tuple(w.op for w in words)
         return error
+
+    def _slab(self) -> Slab:
+        device = self.array((WORDS,), np.dtype(np.int32))
+        return Slab(device, self.run(pinned, self.cupy, device.nbytes).view(np.int32))
 
     # Captures
 
     def record(self, calls: Sequence[Step]) -> Any:
         """A CUDA graph of the calls, which do not run."""
         self.refuse_in_capture("another capture")
-        with self._device:
-            stream = self.cupy.cuda.Stream(non_blocking=True)
+        stream = self.run(partial(self.cupy.cuda.Stream, non_blocking=True))
         self._thread.recording = stream
         try:
             return self.run_body(self._record, stream, calls)
@@ -260,8 +307,8 @@ class Queue:
         options = ck.defines(name, **macros)
         found = self._kernels.get((name, options))
         if found is None:
-            with self._compiling:
-                found = self.run(self._compile, name, options)
+            with self._compiling:  # another thread may have been first
+                found = self._kernels.get((name, options)) or self.run(self._compile, name, options)
         return found
 
     def _compile(self, name: str, options: tuple[str, ...]) -> Any:
@@ -270,6 +317,8 @@ class Queue:
         try:
             made = module.get_function(ck.KERNELS[name].symbol)
             made.num_regs  # noqa: B018 (its code is loaded now, and not in a capture)
+        except self._faults:
+            raise
         except Exception as e:
             raise KernelError(f"{name}: got {type(e).__name__}: {e}, need it to compile") from e
         self._kernels[name, options] = made

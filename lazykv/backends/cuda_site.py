@@ -9,6 +9,7 @@ import numpy as np
 
 from lazykv.backends import cuda_kernels as ck
 from lazykv.backends.cuda_queue import Queue
+from lazykv.backends.cuda_refusals import Word
 from lazykv.device import Array, Call, Step
 from lazykv.symbols import ScalarSlot
 
@@ -21,11 +22,17 @@ _NULL = np.uint64(0)
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One op of a plan on one device; `code` is what its kernels put into the error word."""
+    """One op of a plan on one device, and its word if its kernels may refuse."""
 
     queue: Queue
-    code: int
     call: Call
+    word: Word | None = None
+
+    @property
+    def error(self) -> Array:
+        """Where its kernels say that they refused."""
+        assert self.word is not None, "an op whose kernels may refuse has a word"
+        return self.word.array
 
     def scalar(self, slot: ScalarSlot) -> int:
         """The value of a symbolic parameter now."""

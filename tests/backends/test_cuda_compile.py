@@ -28,6 +28,7 @@ def variants() -> list[tuple[tuple[str, ...], dict[str, Any]]]:
         shape = {"VALUE_DIM": 32, "LINES": 2, "TEAM": 8, "VEC": 4}
         made.append((ATTENTION, {"QUERY": a, "ROW": b, "DIM": 32, **shape}))
         made.append((("latent_attention",), {"QUERY": a, "ROW": b, "DIM": 64, **shape}))
+        made.append((("attention_reduce",), {"QUERY": a, "ROW": b, "DIM": 64, **shape}))
         made.append((("gemv", "gemv_reduce"), {"INPUT": a, "WEIGHT": b, "LINES": 2, "VEC": 4}))
     some = {"OUT": "bf16", "X": "u8", "Y": "f64", "Z": "f16", "INPUTS": 3}
     made.append((("map",), {**some, "EXPR": "x?y:z*real+whole+index"}))

@@ -5,11 +5,13 @@ from collections.abc import Callable
 import numpy as np
 import nvrtc
 import pytest
-from cuda_cpu import needs_compiler
+from cuda_cpu import FLUSH, Memory, module, needs_compiler
 from fake_cupy.machine import machine
 
 import lazykv as lk
+from lazykv.backends import cuda_kernels as ck
 from lazykv.backends.cuda import CudaBackend
+from lazykv.dtypes import to_raw
 from lazykv.ops import elementwise as ew
 
 pytestmark = needs_compiler
@@ -78,6 +80,17 @@ def test_an_op_equals_the_hosts(cuda: CudaBackend, name: str, dtype: str) -> Non
     assert cuda.queue(lk.DeviceLocation(PLACE)).refused_allocations == 0
 
 
+@pytest.mark.parametrize("value", [1e300, -1e300, 1e39])
+@pytest.mark.parametrize("dtype", ["f64", "f32", "f16", "bf16"])
+def test_a_number_beyond_the_dtype_is_infinite_as_on_the_host(
+    cuda: CudaBackend, dtype: str, value: float
+) -> None:
+    a = np.array([[2, -3, 0]], lk.dtype(dtype).numpy)
+    for op in (lambda x, y: x * value, lambda x, y: value - x, lambda x, y: x.lt(value)):
+        want, got = (realized(op, a, a, place) for place in ("cpu", PLACE))
+        np.testing.assert_array_equal(got.astype(np.float64), want.astype(np.float64))
+
+
 @pytest.mark.parametrize("to", ALL)
 @pytest.mark.parametrize("dtype", ALL)
 @np.errstate(all="ignore")
@@ -102,6 +115,40 @@ def test_a_wide_float_is_rounded_once(cuda: CudaBackend, to: str) -> None:
     (host, got) = (realized(lambda x, y: x.cast(to), a, a, place) for place in ("cpu", PLACE))
     assert got.tobytes() == host.tobytes()
     assert want is None or want.tobytes() == host.tobytes()
+
+
+@pytest.mark.parametrize("to", FLOATS)
+@pytest.mark.parametrize("dtype", ["i32", "u32", "i64"])
+def test_a_whole_number_is_rounded_once(cuda: CudaBackend, dtype: str, to: str) -> None:
+    """At, just above and just below the middle of two floats of the format."""
+    bits, info = {"f32": 24, "f16": 11, "bf16": 8}[to], np.iinfo(lk.dtype(dtype).numpy)
+    middles = [(2 * k + 1) << e for k in (1 << (bits - 1), (1 << bits) - 2) for e in range(40)]
+    found = [sign * (m + d) for m in middles for d in (-1, 0, 1) for sign in (1, -1)]
+    a = np.array([n for n in found if info.min <= n <= info.max] + [info.min, info.max], info.dtype)
+    host, got = (realized(lambda x, y: x.cast(to), a, a, place) for place in ("cpu", PLACE))
+    assert got.tobytes() == host.tobytes()
+
+
+@pytest.mark.parametrize("to", [*FLOATS, "f64", "bool"])
+@pytest.mark.parametrize("dtype", [*FLOATS, "f64"])
+@pytest.mark.parametrize("flags", [0, FLUSH])
+def test_casts_keep_subnormals(memory: Memory, dtype: str, to: str, flags: int) -> None:
+    """Also where arithmetic flushes them, as CuPy compiles. Only f64 has none of its own here."""
+    bits = np.array([1, 2, 3, 0x1FFFFF, 0x400000, 0x7FFFFF, 0x800000], np.uint32)
+    a = np.concatenate([[0.0], bits.view(np.float32), [2.0**-24, 2.0**-15]])
+    if dtype == "f64":
+        a = np.concatenate([a, a * (1 + 2.0**-30), a * (1 - 2.0**-30), a * 1.5, [2.0**-150]])
+    x = memory.input(to_raw(np.concatenate([a, -a]).astype(lk.dtype(dtype).numpy)))
+    want = lk.realize(lk.Graph().const(x.view(lk.dtype(dtype).numpy)).cast(to))
+    out = memory.output(np.full(x.shape, 77, lk.dtype(to).raw))
+    name, expression = ("u8", "!is_zero(x)") if to == "bool" else (to, "x")
+    args = ck.struct(
+        "map", shape=[len(x)] + 5 * [0], x=[1] + 5 * [0], y=6 * [0], z=6 * [0], size=len(x), rank=1
+    )
+    made = module("map", OUT=name, X=dtype, Y="u8", Z="u8", INPUTS=1, EXPR=expression)
+    shape = ck.launch_of("map", size=len(x))
+    made.launch("map", shape, out, x, None, None, 0, 0, args, flags=flags)
+    assert out.tobytes() == to_raw(want).tobytes()
 
 
 def test_axes_merge_and_more_than_six_run_the_body(cuda: CudaBackend) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import fake_cupy
 import pytest
 from cuda_cpu import needs_compiler
+from fake_cupy.machine import machine
 
 import lazykv as lk
 from lazykv.backends.cuda import CudaBackend
@@ -40,6 +41,11 @@ BROKEN: dict[str, list[Callable[[Any], object]]] = {
     "compiler": [
         lambda cupy: setattr(cupy, "RawModule", fails),
         lambda cupy: setattr(cupy.RawModule, "get_function", lambda self, name: lambda *a: None),
+    ],
+    "libraries": [
+        lambda cupy: setattr(cupy, "matmul", fails),
+        lambda cupy: setattr(cupy, "matmul", lambda a, b: a),
+        lambda cupy: setattr(cupy, "matmul", lambda a, b: None),  # and so nothing to add 1 to
     ],
     "capture": [
         lambda cupy: setattr(cupy.cuda.Stream, "begin_capture", fails),
@@ -111,6 +117,23 @@ def test_a_stage_that_fails_is_the_last_one(cupy: ModuleType, stage: str, n: int
     else:
         with pytest.raises(lk.BackendUnavailable, match=rf"'cuda': got .*\(stage '{stage}'\)"):
             CudaBackend()
+
+
+@pytest.mark.parametrize("stage", ["compiler", "libraries"])
+def test_what_a_toolkit_brings_says_what_to_install(cupy: ModuleType, stage: str) -> None:
+    BROKEN[stage][0](cupy)
+    hint = probe()[-1].hint
+    assert "'lazykv[cuda13]' or 'lazykv[cuda12]'" in hint
+    assert "headers" in hint  # without them CuPy compiles nothing
+    assert ("cuBLAS" in hint) == (stage == "libraries")
+
+
+@needs_compiler
+def test_the_current_device_is_probed_and_no_other(cupy: ModuleType) -> None:
+    with cupy.cuda.Device(1):
+        assert probe()[-1].ok
+    used = [bool(heap.taken) for heap in machine.heaps]
+    assert used == [False, True]
 
 
 @pytest.mark.skipif(REAL, reason="CuPy is installed")

@@ -1,5 +1,7 @@
 """What kernels refuse: a number in device memory that does not fit its operands."""
 
+import contextlib
+
 import numpy as np
 import pytest
 from cuda_cpu import needs_compiler
@@ -127,11 +129,7 @@ def test_refusals_of_equal_ops_name_the_step_of_their_own_plan(cuda: CudaBackend
     ids = [g.placeholder((1,), "i64", f"ids{n}") for n in range(2)]
     tables = [constant(g, ROWS), constant(g, ROWS + 1)]
     parts = [t.take(i) for t, i in zip(tables, ids, strict=True)]
-    plan = (
-        lk.plan(parts, dict.fromkeys(ids), PLACE)
-        if False
-        else lk.plan(parts, {i: store(np.array([0])) for i in ids}, PLACE)
-    )
+    plan = lk.plan(parts, {i: store(np.array([0])) for i in ids}, PLACE)
     takes = [n for n, s in enumerate(plan.steps) if s.op.name == "take"]
     for n in range(2):
         data = {i: np.array([9 if m == n else 0]) for m, i in enumerate(ids)}
@@ -140,29 +138,84 @@ def test_refusals_of_equal_ops_name_the_step_of_their_own_plan(cuda: CudaBackend
         assert f"step {takes[n]} of its plan" in caught.value.__notes__[0]
 
 
-def test_a_refusal_without_results_is_raised_by_the_wait(cuda: CudaBackend) -> None:
+def test_a_pass_without_results_waits_for_its_refusal(cuda: CudaBackend) -> None:
     g = lk.Graph()
     dest, at = g.placeholder((4, 2), "f32"), g.placeholder((), "i64")
     write = dest.write_slice_at(constant(g, ROWS[:1]), 0, at)
     held = store(ROWS)
     plan = lk.runtime.realize.plan([], {dest: held}, PLACE, effects=[write])
-    plan.run({at: np.array(4)})
     with pytest.raises(lk.RangeError, match="write_slice_at"):
-        plan.synchronize()
+        plan.run({at: np.array(4)})
     plan.run({at: np.array(3)})
-    plan.synchronize()
     np.testing.assert_array_equal(held.to_numpy(), [*ROWS[:3], ROWS[0]])
 
 
-def test_numbers_of_programs_that_are_gone_are_forgotten(cuda: CudaBackend) -> None:
-    queue = cuda.queue(PLACE)
-    Written("write_slice_at").run(1)
-    code = max(queue.refusable)
-    queue.refusable.clear()
-    cuda.copy_in(queue.error, np.array([code], np.int32))
-    with pytest.raises(lk.RangeError, match=r"^a kernel: got"):
-        cuda.synchronize(PLACE)
-    cuda.synchronize(PLACE)
+# What is left of a pass whose kernels ran on
+
+
+class Copied:
+    """A plan that writes rows of a table, by ids bound per run, into two storages: one at an offset
+    that is bound too, one behind it."""
+
+    def __init__(self) -> None:
+        g = lk.Graph()
+        self.stores = [store(ROWS) for _ in range(2)]
+        first, second = (g.placeholder((4, 2), "f32") for _ in self.stores)
+        self.ids, self.at = g.placeholder((1,), "i64"), g.placeholder((), "i64")
+        rows = constant(g, ROWS + 10).take(self.ids)
+        writes = [first.write_slice_at(rows, 0, self.at), second.at[3:4].set(rows)]
+        bound = dict(zip((first, second), self.stores, strict=True))
+        self.plan = lk.runtime.realize.plan([], bound, PLACE, effects=writes)
+
+    def run(self, row: int, at: int) -> list[tuple[int, bool]]:
+        """How far the versions of the storages have moved, and whether they are torn."""
+        before = [s.version for s in self.stores]
+        with contextlib.suppress(lk.RangeError):
+            self.plan.run({self.ids: np.array([row]), self.at: np.array(at)})
+        return [(s.version - v, s.torn) for s, v in zip(self.stores, before, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("row", "at", "left"),
+    [(1, 2, [(1, False), (1, False)]), (9, 2, [(1, True), (1, True)]),
+     (1, 7, [(0, False), (1, True)]), (9, 7, [(0, False), (1, True)])],
+)  # fmt: skip
+def test_writes_behind_a_refusal_have_happened_and_tear_unless_they_refused_too(
+    cuda: CudaBackend, row: int, at: int, left: list[tuple[int, bool]]
+) -> None:
+    w = Copied()
+    assert w.run(row, at) == left
+    for held, (_, torn) in zip(w.stores, left, strict=True):
+        if torn:
+            with pytest.raises(lk.StorageTornError):
+                held.to_numpy()
+            with held.write() as array:
+                cuda.copy_in(array, ROWS)
+    assert w.run(3, 0) == [(1, False), (1, False)]
+    first, second = (s.to_numpy() for s in w.stores)
+    np.testing.assert_array_equal(first[0], ROWS[3] + 10)
+    np.testing.assert_array_equal(second, [*ROWS[:3], ROWS[3] + 10])
+
+
+def test_all_that_refused_are_told_together(cuda: CudaBackend) -> None:
+    w = Copied()
+    with pytest.raises(lk.RangeError) as caught:
+        w.plan.run({w.ids: np.array([9]), w.at: np.array(7)})
+    names = [s.op.name for s in w.plan.steps]
+    assert caught.value.refused is not None
+    assert [op.name for op in caught.value.refused] == ["take", "write_slice_at"]
+    assert caught.value.op is w.plan.steps[names.index("take")].op
+    cuda.synchronize(PLACE)  # both are over
+
+
+def test_a_refusal_on_a_device_that_hands_out_nothing_is_told(cuda: CudaBackend) -> None:
+    g = lk.Graph()
+    ids = g.placeholder((1,), "i64")
+    rows = constant(g, ROWS).take(ids).to("cuda:1") * 2.0
+    plan = lk.plan(rows, {ids: store(np.array([0]))}, "cuda:1")
+    with pytest.raises(lk.RangeError, match=r"^take: got .* on cuda:0"):
+        plan.run({ids: np.array([9])})
+    np.testing.assert_array_equal(plan.run({ids: np.array([2])}), ROWS[[2]] * 2)
 
 
 def test_a_fault_in_queued_work_is_a_kernel_error(cuda: CudaBackend) -> None:

@@ -34,7 +34,8 @@ Rules of all kernels
   Writes that are refused write nothing; `take` gives zeros for the ids refused; attention treats
   a length refused as 0 and leaves out the rows of a block refused.
 - Arithmetic is f32; results are rounded to nearest even once. Under ``-ftz=true``, which CuPy
-  always sets, subnormal f32 numbers count as zeros, and so do results that small.
+  always sets, subnormal f32 numbers count as zeros, and so do results that small; moves and the
+  conversions of `map` keep them.
 
 What each needs besides `launch_of`
 

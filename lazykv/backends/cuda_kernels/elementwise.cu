@@ -36,24 +36,64 @@ template <class Index> __device__ Offsets offsets_of(const MapArgs& a, Index i) 
 
 template <class T> __device__ inline T widen(T x) { return x; }
 
-// An f64 as an f32 whose last bit is set if that is not exact, so that rounding to 16 bits is the
+// Conversions keep subnormals also where arithmetic flushes them: they go by bits.
+
+__device__ inline bool is_zero(float x) { return (__float_as_uint(x) & 0x7fffffffu) == 0; }
+
+template <class T> __device__ inline bool is_zero(T x) { return x == 0; }
+
+__device__ inline f64 to_f64(float x) {
+    u32 bits = __float_as_uint(x), size = bits & 0x7fffffffu;
+    if (size >= 0x00800000u || size == 0) return (f64)x;
+    return bits >> 31 ? size * -0x1p-149 : size * 0x1p-149;
+}
+
+__device__ inline float to_f32(f64 x) {
+    f64 size = x < 0 ? -x : x;
+    if (!(size < 0x1p-126) || size == 0) return (float)x;
+    u32 bits = (u32)(size * 0x1p149 + 0x1p52 - 0x1p52);  // to a whole number, ties to even
+    return __uint_as_float(x < 0 ? bits | 0x80000000u : bits);
+}
+
+// A number as an f32 whose last bit is set if that is not exact, so that rounding to 16 bits is the
 // only rounding to nearest.
 __device__ inline float sticky(f64 x) {
-    float near = (float)x;
+    float near = to_f32(x);
     u32 bits = __float_as_uint(near);
-    if ((f64)near == x || (bits & 0x7fffffffu) >= 0x7f800000u) return near;
-    f64 size = x < 0 ? -x : x, found = near < 0 ? -near : near;
-    if (found > size) bits--;
+    f64 found = to_f64(near);
+    if (found == x || (bits & 0x7fffffffu) >= 0x7f800000u) return near;
+    if (x < 0 ? found < x : found > x) bits--;
     return __uint_as_float(bits | 1u);
 }
+
+__device__ inline float sticky(i32 x) { return sticky((f64)x); }
+
+__device__ inline float sticky(u32 x) { return sticky((f64)x); }
+
+// Beyond 53 bits the last 11 become one first, which is set if any of them is.
+__device__ inline float sticky(i64 x) {
+    i64 low = x & 2047, most = 1ll << 53;
+    return sticky((f64)(x >= -most && x <= most ? x : (x - low) | (low ? 2048 : 0)));
+}
+
+template <class V> __device__ inline float sticky(V x) { return (float)x; }
 
 template <class T> struct Result {
     template <class V> __device__ static T of(V value) { return (T)value; }
 };
 
+template <> struct Result<f64> {
+    template <class V> __device__ static f64 of(V value) { return (f64)value; }
+    __device__ static f64 of(float value) { return to_f64(value); }
+};
+
+template <> struct Result<f32> {
+    template <class V> __device__ static f32 of(V value) { return (f32)value; }
+    __device__ static f32 of(f64 value) { return to_f32(value); }
+};
+
 template <class T> struct Result16 {
-    template <class V> __device__ static T of(V value) { return narrow<T>((float)value); }
-    __device__ static T of(f64 value) { return narrow<T>(sticky(value)); }
+    template <class V> __device__ static T of(V value) { return narrow<T>(sticky(value)); }
 };
 
 template <> struct Result<f16> : Result16<f16> {};
