@@ -5,11 +5,12 @@ from typing import Any, NoReturn, SupportsFloat, SupportsIndex, TypeAlias
 
 import numpy as np
 
-from lazykv.device import DeviceLike, HostArray, as_location, host_array
+from lazykv.device import DeviceLike, HostArray, as_location
 from lazykv.dtypes import DType, DTypeLike, dtype
 from lazykv.errors import DTypeError, GraphError, RangeError, ShapeError
 from lazykv.ids import NodeId, next_node_id
 from lazykv.indexing import expand, from_end, half_open, slice_bounds
+from lazykv.interchange import host_array
 from lazykv.layout import Layout
 from lazykv.ops import elementwise as ew
 from lazykv.ops.matmul import MatMul
@@ -18,6 +19,7 @@ from lazykv.ops.norm import LayerNorm, RmsNorm
 from lazykv.ops.op import Op, need_number_of
 from lazykv.ops.reduce import Max, Mean, Reduce, Softmax, Sum
 from lazykv.ops.rope import Rope
+from lazykv.ops.rounding import nearest
 from lazykv.ops.sources import Alloc, Const, Fill, Placeholder, ZeroFill
 from lazykv.ops.views import (
     BroadcastTo,
@@ -30,7 +32,7 @@ from lazykv.ops.views import (
 )
 from lazykv.ops.write import WriteSlice, WriteSliceDoff, WriteSliceRotating
 from lazykv.ops.write_rows import WriteRows
-from lazykv.spec import Shape, Spec, as_axis, as_shape, finite, whole
+from lazykv.spec import Shape, Spec, as_axis, as_shape, check_size, finite, whole
 from lazykv.storage import Storage
 from lazykv.symbols import DimLike, as_dim, as_expr
 
@@ -92,7 +94,7 @@ class Graph:
         self, op: Op, inputs: tuple["Tensor", ...], name: str | None = None,
         data: Storage | None = None,
     ) -> "Tensor":  # fmt: skip
-        spec = op.infer(*(t.spec for t in inputs))
+        spec = check_size(op.name, op.infer(*(t.spec for t in inputs)))
         layout = None
         if op.destroys is not None:
             layout = inputs[op.destroys].layout
@@ -150,7 +152,7 @@ def _numbers(data: object, want: DType) -> HostArray:
     if got is not None and not want.is_float and found.size:
         need_number_of(who, Spec(found.shape, want), int(found.min()))
         need_number_of(who, Spec(found.shape, want), int(found.max()))
-    return found.astype(want.numpy)
+    return nearest(found, want)
 
 
 class Tensor:
@@ -327,7 +329,13 @@ class Tensor:
         if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
             raise GraphError(f"{who}: got {type(value).__name__}, need a Tensor or a number")
         if self.dtype.is_float or isinstance(value, float | np.floating):
-            return float(value)
+            try:
+                return float(value)
+            except OverflowError:
+                raise DTypeError(
+                    f"{who}: got an integer of {int(value).bit_length()} bits with {self.spec}, "
+                    "need one that a float can hold"
+                ) from None
         return int(value)
 
     def __add__(self, other: Any) -> "Tensor":

@@ -49,6 +49,13 @@ def check_operands(who: str, q: Spec, k: Spec, v: Spec) -> None:
         )
 
 
+def too_few_rows(who: str, q: Spec, rows: int) -> RangeError:
+    return RangeError(
+        f"{who}: got {q.shape[2]} queries over {rows} rows, need at least as many rows, since the "
+        "last ones are the queries' own"
+    )
+
+
 @dataclass(frozen=True)
 class Attention(Op):
     """``softmax(scale * q k^T + mask) v`` over the first `length` rows of k and v.
@@ -77,6 +84,8 @@ class Attention(Op):
         check_operands(self.name, q, k, v)
         if self.window is not None and self.window < 1:
             raise RangeError(f"{self.name}: got window {self.window}, need window >= 1")
+        if k.shape[2] < self.least(q):
+            raise too_few_rows(self.name, q, k.shape[2])
         if self.has_length:
             need_scalar_i64(self.name, ins[-1], "length")
         if self.has_mask:

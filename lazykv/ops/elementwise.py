@@ -1,4 +1,7 @@
-"""Elementwise arithmetic. Shapes must be equal: broadcasting is asked for with `broadcast_to`."""
+"""Elementwise arithmetic. Shapes must be equal: broadcasting is asked for with `broadcast_to`.
+
+That of integers wraps modulo 2**n.
+"""
 
 import math
 from dataclasses import dataclass
@@ -284,11 +287,11 @@ class Gelu(Unary):
 
     def body(self, xp: Any, *ins: Any) -> Any:
         a, (c, d) = ins[0], GELU_TANH
-        return a * (xp.tanh((a + a * a * a * d) * c) + 1) * 0.5
+        return a * ((xp.tanh((a + a * a * a * d) * c) + 1) * 0.5)  # at most a: it overflows nowhere
 
     def lower(self, b: Any, *ins: Any) -> Any:
         a, (c, d) = ins[0], GELU_TANH
         cube = b.apply(Mul(), b.apply(Mul(), a, a), a)
         inner = b.apply(MulScalar(c), b.apply(Add(), a, b.apply(MulScalar(d), cube)))
         gate = b.apply(AddScalar(1.0), b.apply(Tanh(), inner))
-        return b.apply(MulScalar(0.5), b.apply(Mul(), a, gate))
+        return b.apply(Mul(), a, b.apply(MulScalar(0.5), gate))

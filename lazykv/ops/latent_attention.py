@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from lazykv.dtypes import f32
 from lazykv.errors import DTypeError, RangeError, ShapeError
-from lazykv.ops.attention import Attention
+from lazykv.ops.attention import Attention, too_few_rows
 from lazykv.ops.move import Concat
 from lazykv.ops.op import (
     Bound,
@@ -60,6 +60,8 @@ class LatentAttention(Op):
                 "on 16-bit rows"
             )
         self._check_shapes(*ins[:4])
+        if rows.shape[0] < self.least(q.shape[2]):
+            raise too_few_rows(self.name, q, rows.shape[0])
         if self.has_length:
             need_scalar_i64(self.name, ins[4], "length")
         for b in self.bounds(*ins):

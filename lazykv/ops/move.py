@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
-
 from lazykv.dtypes import DType
 from lazykv.errors import DTypeError, RangeError, ShapeError
 from lazykv.ops.op import Op, dtype_in, need_arity, need_same_dtype
+from lazykv.ops.rounding import odd_f32
 from lazykv.spec import Spec
 
 
@@ -29,7 +28,8 @@ class Copy(Op):
 
 @dataclass(frozen=True)
 class Cast(Op):
-    """Elements converted to another dtype, floats rounded to nearest even.
+    """Elements converted to another dtype: to a float rounded once, to nearest even; from a float
+    to an integer without the fraction; between integers modulo 2**n.
 
     A float that an integer dtype cannot hold has no defined result; cast to a wider one first.
     """
@@ -42,25 +42,12 @@ class Cast(Op):
         return Spec(ins[0].shape, self.dtype)
 
     def body(self, xp: Any, *ins: Any) -> Any:
+        # Storing rounds, and must be the only rounding.
+        if self.dtype.is_bits:
+            return odd_f32(xp, ins[0])
         if self.dtype.is_float and xp.isdtype(ins[0].dtype, "real floating"):
-            # Storing rounds, and must be the only rounding.
-            return _odd_f32(xp, ins[0]) if self.dtype.is_bits else ins[0]
+            return ins[0]
         return xp.astype(ins[0], dtype_in(xp, self.dtype.compute))
-
-
-def _odd_f32(xp: Any, x: Any) -> Any:
-    """Floats as f32, of an f64 between two of them the one with the odd last bit: no tie of a
-    narrower format is made or lost, so that rounding this once more is rounding x once (Boldo and
-    Melquiond, 2008, "Emulation of FMA and correctly rounded sums"). Storing an f64 in bf16 or f8
-    would round to f32 on the way."""
-    if x.dtype != np.float64:
-        return x
-    near = x.astype(np.float32)
-    wide = near.astype(np.float64)
-    inexact = xp.isfinite(near) & (wide != x)
-    below = xp.where(abs(wide) > abs(x), xp.nextafter(near, xp.zeros_like(near)), near)
-    odd = (below.view(np.uint32) | np.uint32(1)).view(np.float32)
-    return xp.where(inexact, odd, near)
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,11 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+
 from lazykv.dtypes import DType
 from lazykv.ops.op import Op, dtype_in, need_arity, need_number_of
+from lazykv.ops.rounding import nearest
 from lazykv.spec import Shape, Spec
 from lazykv.symbols import Dim
 
@@ -102,5 +105,11 @@ class Fill(Source):
         need_number_of(self.name, out, self.value)
         return out
 
+    def number(self) -> float:
+        """The value as an element holds it: of a float the nearest one of the dtype."""
+        if not self.dtype.is_float:
+            return self.value
+        return float(nearest(np.asarray(self.value, np.float64), self.dtype))
+
     def body(self, xp: Any, *ins: Any) -> Any:
-        return xp.full(self.shape, self.value, dtype=dtype_in(xp, self.dtype.compute))
+        return xp.full(self.shape, self.number(), dtype=dtype_in(xp, self.dtype.compute))

@@ -86,8 +86,8 @@ class WriteSliceDoff(Op):
     """``dest[..., offset : offset+n, ...] = src`` on one axis, full width on the others.
 
     `offset` is a rank-0 i64 tensor read when the kernel runs, so one plan (and one device capture)
-    serves every position. On the CPU the bound is checked then; under device capture it is the
-    caller's contract.
+    serves every position. The bound is checked there, before the first byte moves. A backend that
+    cannot check in a replay may leave it to the caller, and then writes no byte outside `dest`.
     """
 
     name: ClassVar[str] = "write_slice_at"

@@ -126,3 +126,37 @@ def test_16_bit_arithmetic_rounds_once() -> None:
         assert got.tolist() == [300.0]
     big = np.array([2048.0], np.float16)
     assert lk.realize(lk.Graph().const(big) + 1).tolist() == [2048.0]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("value", [1e300, -1e300, 10**39, 1e39, math.inf])
+def test_a_number_beyond_the_dtype_is_infinite(dtype: str, value: float) -> None:
+    """As IEEE rounding has it, and without a warning, wherever the number comes in."""
+    x = np.array([2, -3, 0], lk.dtype(dtype).numpy)
+    number = float(value) if dtype == "f64" else math.copysign(math.inf, value)
+    with np.errstate(all="ignore"):
+        wide, n = x.astype(np.float64), np.float64(number)
+        wants = [wide + n, n - wide, wide * n, wide / n, n / wide]
+    ops = [lambda t: t + value, lambda t: value - t, lambda t: t * value, lambda t: t / value,
+           lambda t: value / t]  # fmt: skip
+    for op, want in zip(ops, wants, strict=True):
+        for place, got in run_everywhere(op, [x]).items():
+            np.testing.assert_array_equal(got.astype(np.float64), want, err_msg=place)
+    for place, got in run_everywhere(lambda t: t.lt(value), [x]).items():
+        assert got.tolist() == [value > 0] * 3, place
+    const = lk.realize(lk.Graph().const([float(value), 1.0], dtype))
+    assert const.tolist() == [number, 1]
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, "i32", "u8", "i64"])
+def test_an_integer_that_no_number_type_holds_is_refused(dtype: str) -> None:
+    t = lk.Graph().placeholder((2,), dtype)
+    for op in (lambda n: t + n, lambda n: n - t, lambda n: t * n, lambda n: t.eq(n)):
+        for n in (10**400, -(10**400)):
+            with pytest.raises(lk.DTypeError, match=r"got .*need (one that a float|an integer in)"):
+                op(n)
+    if dtype in FLOATS:
+        with pytest.raises(lk.LazyKvError):
+            lk.Graph().const([10**400], dtype)
+        with pytest.raises(lk.RangeError, match="need a finite number"):
+            t.rms_norm(t, eps=10**400)
