@@ -1,10 +1,7 @@
-"""Golden cases: one op on given operands, held against its reference in every layout.
+"""Golden cases: one op on given operands, held against its reference in every layout: those of
+`layouts.py`, and `overlapping`, where operands share elements of one storage (see `Overlap`)."""
 
-A layout says how each operand lies in memory: `contiguous`; `sliced` out of a larger array whose
-other elements are junk; `permuted`, with its axes in reverse order in memory; `broadcast`, one
-element repeated along an axis; `empty`, with an extent of 0.
-"""
-
+import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +16,7 @@ from lazykv.graph import Graph, Tensor
 from lazykv.spec import Shape
 from lazykv.symbols import Sym
 from lazykv.testing.compare import check_bits, check_close
+from lazykv.testing.layouts import LAYOUTS, Placed, place, window
 from lazykv.testing.target import Target
 
 Array = NDArray[Any]
@@ -27,10 +25,7 @@ Maker: TypeAlias = Callable[[np.random.Generator, Shape, DType], Array]
 FLOATS = ("f64", "f32", "f16", "bf16")
 INTEGERS = ("i8", "u8", "i32", "u32", "i64")
 STORED = (*FLOATS, *INTEGERS, "bool", "f8_e4m3", "f8_e5m2")
-LAYOUTS = ("contiguous", "sliced", "permuted", "broadcast", "empty")
-
-JUNK = 0xFF
-"""Every byte that no operand holds: NaN in floats, -1 or the largest value in integers."""
+OVERLAPPING = "overlapping"
 
 
 # Values
@@ -49,6 +44,17 @@ def positive(rng: np.random.Generator, shape: Shape, dt: DType) -> Array:
     if dt.is_float:
         return (0.5 + 1.5 * rng.random(shape)).astype(dt.numpy)
     return rng.integers(10, 15, shape).astype(dt.numpy)
+
+
+def falling(rng: np.random.Generator, shape: Shape, dt: DType) -> Array:
+    """Positive numbers, the largest first: what lies further back is never larger."""
+    found = 0.5 + 1.5 * rng.random(shape) if dt.is_float else rng.integers(1, 12, shape)
+    return np.asarray(-np.sort(-found.reshape(-1))).reshape(shape).astype(dt.numpy)
+
+
+def few(rng: np.random.Generator, shape: Shape, dt: DType) -> Array:
+    """Whole numbers in 0..4, so that equal ones meet."""
+    return rng.integers(0, 5, shape).astype(dt.numpy)
 
 
 def patterns(rng: np.random.Generator, shape: Shape, dt: DType) -> Array:
@@ -77,6 +83,10 @@ def live(rows: int, axis: int = 2) -> Maker:
     return make
 
 
+FREE: tuple[Maker, ...] = (numbers, positive, patterns)
+"""Makers whose values may stand anywhere, in arrays of any shape."""
+
+
 # Cases
 
 
@@ -97,7 +107,8 @@ class Case:
 
     `want` gets what the operands hold: floats as float64, integers as int64, and raw bits if the op
     `moves`; then the result is compared bit for bit. `empty` are the operands' shapes with an
-    extent of 0 (None: the op has no such form).
+    extent of 0 (None: the op has no such form). `shared` makes what operands of the case's dtype
+    hold if they overlap and their own values would break a rule of the op.
     """
 
     name: str
@@ -108,9 +119,11 @@ class Case:
     empty: tuple[Shape, ...] | None = None
     moves: bool = False
     env: Mapping[Sym, int] = field(default_factory=dict)
+    shared: Maker | None = None
 
     def layouts(self) -> tuple[str, ...]:
-        return LAYOUTS if self.empty is not None else LAYOUTS[:-1]
+        plain = LAYOUTS if self.empty is not None else LAYOUTS[:-1]
+        return plain if overlap_of(self) is None else (*plain, OVERLAPPING)
 
 
 Param: TypeAlias = tuple[Case, str, str]
@@ -127,56 +140,46 @@ def every(cases: Sequence[Case]) -> dict[str, Param]:
     return found
 
 
-# Layouts
+# Overlaps
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """An array inside a larger one: `view` finds it in a tensor of the base, `look` in an array."""
+class Overlap:
+    """Operands that lie in one storage, as windows of one line of elements.
 
-    value: Array
-    base: Array
-    view: Callable[[Tensor], Tensor]
-    look: Callable[[Array], Array]
+    Free ones (their maker is in `FREE`, or it is the case's `shared`) each begin halfway in the one
+    before. Others can only be one and the same window: operands of one maker and shape, such as K
+    and V. Where there is just one free operand the op runs twice in one plan, on two windows of
+    which the second begins halfway in the first. A case with no free operand and no two of one
+    maker has no such layout.
+    """
 
+    operands: tuple[int, ...]
+    make: Maker
+    same: bool = False
 
-def place(value: Array, layout: str, axis: int = 0) -> Placed:
-    """An array laid out in memory; `broadcast` repeats its first element along `axis`."""
-    if not value.ndim or layout in ("contiguous", "empty"):
-        return Placed(value, value, lambda t: t, lambda a: a)
-    if layout == "sliced":
-        return _sliced(value)
-    if layout == "permuted":
-        axes = tuple(range(value.ndim))[::-1]
-        base = np.ascontiguousarray(value.transpose(axes))
-        return Placed(value, base, lambda t: t.permute(axes), lambda a: a.transpose(axes))
-    assert layout == "broadcast", f"{layout!r} is no layout"
-    shape, axis = value.shape, axis % value.ndim
-    base = np.ascontiguousarray(value.take([0], axis)) if shape[axis] else value
-    wide = np.broadcast_to(base, shape)
-    return Placed(wide, base, lambda t: t.broadcast_to(shape), lambda a: np.broadcast_to(a, shape))
+    def windows(self, shapes: Sequence[Shape], rng: np.random.Generator, dt: DType) -> list[Placed]:
+        """A window for each of the shapes."""
+        sizes = [math.prod(shape) for shape in shapes]
+        starts = [0 if self.same else sum(n // 2 for n in sizes[:k]) for k in range(len(sizes))]
+        total = max(start + n for start, n in zip(starts, sizes, strict=True))
+        base = self.make(rng, shapes[0] if self.same else (total,), dt).reshape(-1)
+        return [window(base, start, shape) for start, shape in zip(starts, shapes, strict=True)]
 
 
-def _sliced(value: Array) -> Placed:
-    before = [1 + axis % 2 for axis in range(value.ndim)]
-    shape = tuple(n + first + 2 for n, first in zip(value.shape, before, strict=True))
-    base = junk(shape, find_dtype(value.dtype))
-    window = tuple(slice(f, f + n) for f, n in zip(before, value.shape, strict=True))
-    base[window] = value
-
-    def view(t: Tensor) -> Tensor:
-        for axis, first in enumerate(before):
-            t = t.slice(axis, first, value.shape[axis])
-        return t
-
-    return Placed(value, base, view, lambda a: a[window])
-
-
-def junk(shape: Shape, dt: DType) -> Array:
-    if dt.name == "bool":
-        return np.ones(shape, np.bool_)
-    size = int(np.prod(shape, dtype=np.int64)) * dt.itemsize
-    return np.full(size, JUNK, np.uint8).view(dt.numpy).reshape(shape)
+def overlap_of(case: Case) -> Overlap | None:
+    """What overlaps: the largest group of operands that can; None if there is none."""
+    free: dict[tuple[str | None, Maker], list[int]] = {}
+    same: dict[tuple[str | None, Maker, Shape], list[int]] = {}
+    for n, o in enumerate(case.operands):
+        make = o.make if case.shared is None or o.dtype else case.shared
+        if make is case.shared or make in FREE:
+            free.setdefault((o.dtype, make), []).append(n)
+        else:
+            same.setdefault((o.dtype, make, o.shape), []).append(n)
+    found = [Overlap(tuple(ns), make) for (_, make), ns in free.items()]
+    found += [Overlap(tuple(ns), m, True) for (_, m, _), ns in same.items() if len(ns) > 1]
+    return max(found, key=lambda o: len(o.operands), default=None)
 
 
 # Running
@@ -187,14 +190,31 @@ def random_of(*names: str) -> np.random.Generator:
     return np.random.default_rng(zlib.crc32("/".join(names).encode()))
 
 
-def placed_operands(case: Case, dtype: str, layout: str) -> list[Placed]:
+def placed_operands(case: Case, dtype: str, layout: str) -> list[list[Placed]]:
+    """The operands of every run of the op."""
     rng = random_of(case.name, dtype)
+    overlap = overlap_of(case) if layout == OVERLAPPING else None
     out = []
     for n, o in enumerate(case.operands):
         shape = case.empty[n] if layout == "empty" and case.empty is not None else o.shape
         value = o.make(rng, shape, find_dtype(o.dtype or dtype))
-        how = "contiguous" if layout == "broadcast" and o.plain else layout
-        out.append(place(value, how, axis=n))
+        alone = overlap is not None or (layout == "broadcast" and o.plain)
+        out.append(place(value, "contiguous" if alone else layout, axis=n))
+    return [out] if overlap is None else _overlapped(case, dtype, out, overlap)
+
+
+def _overlapped(
+    case: Case, dtype: str, operands: Sequence[Placed], overlap: Overlap
+) -> list[list[Placed]]:
+    """The operands with windows of one line in place of those that overlap."""
+    members = [case.operands[n] for n in overlap.operands]
+    shapes = [o.shape for o in members] * (2 if len(members) == 1 else 1)
+    dt = find_dtype(members[0].dtype or dtype)
+    windows = overlap.windows(shapes, random_of(case.name, dtype, OVERLAPPING), dt)
+    out = []
+    for k in range(0, len(windows), len(members)):
+        at = dict(zip(overlap.operands, windows[k : k + len(members)], strict=True))
+        out.append([at.get(n, p) for n, p in enumerate(operands)])
     return out
 
 
@@ -211,24 +231,34 @@ def plain_values(value: Array, moves: bool) -> Array:
 def check_case(target: Target, case: Case, dtype: str, layout: str) -> None:
     """Run one case on the target and compare; operands must be as they were."""
     target.need(dtype, *(o.dtype for o in case.operands if o.dtype))
-    operands = placed_operands(case, dtype, layout)
-    g, tensors, bindings = Graph(), [], {}
-    for n, p in enumerate(operands):
-        t = g.placeholder(p.base.shape, p.base.dtype, f"operand{n}")
-        bindings[t] = target.storage(p.base)
-        tensors.append(p.view(t))
-    out = case.build(*tensors) if tensors else case.build(g)
-    target.need(out.dtype.name)
-    got = target.run(out, bindings, case.env)
-    want = np.asarray(case.want(*(plain_values(p.value, case.moves) for p in operands)))
-    what = f"{case.name} on {dtype}, {layout} ({out.op.name} of {_specs(operands)})"
-    assert got.dtype == out.dtype.numpy, f"{what}: got {got.dtype}, need {out.dtype.numpy}"
-    if case.moves:
-        check_bits(what, to_raw(got), want)
-    else:
-        check_close(what, got, want)
-    for n, (t, p) in enumerate(zip(bindings, operands, strict=True)):
-        check_bits(f"{what}: operand {n} afterwards", bindings[t].to_numpy(), p.base)
+    runs, g = placed_operands(case, dtype, layout), Graph()
+    leaves: list[tuple[Array, Tensor]] = []
+    outs = []
+    for operands in runs:
+        tensors = [p.view(_leaf(g, leaves, p.base)) for p in operands]
+        outs.append(case.build(*tensors) if tensors else case.build(g))
+    target.need(outs[0].dtype.name)
+    bindings = {t: target.storage(base) for base, t in leaves}
+    results = target.run(outs, bindings, case.env)
+    what = f"{case.name} on {dtype}, {layout} ({outs[0].op.name} of {_specs(runs[0])})"
+    for operands, out, got in zip(runs, outs, results, strict=True):
+        want = np.asarray(case.want(*(plain_values(p.value, case.moves) for p in operands)))
+        assert got.dtype == out.dtype.numpy, f"{what}: got {got.dtype}, need {out.dtype.numpy}"
+        if case.moves:
+            check_bits(what, to_raw(got), want)
+        else:
+            check_close(what, got, want)
+    for n, (base, t) in enumerate(leaves):
+        check_bits(f"{what}: storage {n} afterwards", bindings[t].to_numpy(), base)
+
+
+def _leaf(g: Graph, leaves: list[tuple[Array, Tensor]], base: Array) -> Tensor:
+    """The placeholder of a storage that holds `base`: the one there is, or a new one."""
+    for known, t in leaves:
+        if known is base:
+            return t
+    leaves.append((base, g.placeholder(base.shape, base.dtype, f"operand{len(leaves)}")))
+    return leaves[-1][1]
 
 
 def _specs(operands: Sequence[Placed]) -> str:

@@ -3,6 +3,7 @@
 ``python -m pytest -p lazykv.testing.plugin --pyargs lazykv.testing.suite --lazykv-backend NAME``
 """
 
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from lazykv.errors import BackendUnavailable
 from lazykv.testing.expected import ExpectedFailures, ExpectedFailuresError
 from lazykv.testing.levels import LEVELS
-from lazykv.testing.report import Outcome, Report
+from lazykv.testing.report import Outcome, Report, check_writable
 from lazykv.testing.target import Target, find_target
 
 SUITE = Path(__file__).parent / "suite"
@@ -28,16 +29,40 @@ class Run:
         self.levels = [n for n in LEVELS if n in levels or not levels]
         self.expected = expected
         self.collected: list[str] = []
+        self.selected: list[str] = []
+        """What was collected and not deselected: all of these are to run."""
+        self.ended: set[str] = set()
         self.report = Report(target)
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        names = (suite_id(item.path, item.nodeid) for item in session.items)
+        self.selected = [n for n in names if n is not None]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         name = dict(report.user_properties).get(_ID)
         if isinstance(name, str):
             self.report.add(name, _outcome(report), _reason(report), report.duration)
+            if report.when == "teardown":
+                self.ended.add(name)
 
-    def stale(self) -> list[str]:
-        """Entries of the expected failures that did not fail, each with what happened instead."""
-        return self.expected.stale(self.levels, self.collected, self.report.outcomes())
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """With pytest-xdist tests are collected by its workers alone: all of them by each."""
+        self.collected, self.selected = getattr(node, "workeroutput", {}).get(
+            _ID, (self.collected, self.selected)
+        )
+
+    def not_run(self) -> list[str]:
+        """Tests that were to run and have not come to their end."""
+        return [n for n in self.selected if n not in self.ended]
+
+    def finish(self) -> bool:
+        """Judge the run when it is over; whether every test has a result and none is a failure."""
+        for name in self.report.results.keys() - self.ended:
+            self.report.add(name, "failed", "got the end of the run, need one of the test", 0)
+        outcomes = self.report.outcomes()
+        self.report.stale = self.expected.stale(self.levels, self.collected, outcomes)
+        return not self.report.stale and not self.not_run() and "failed" not in outcomes.values()
 
 
 RUN: pytest.StashKey[Run] = pytest.StashKey()
@@ -61,19 +86,19 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("lazykv.testing.plugin: got no --lazykv-backend, need one")
     try:
         target = find_target(name, config.getoption("lazykv_device"))
-        expected = ExpectedFailures.read(config.getoption("lazykv_xfails"))
     except BackendUnavailable as e:
         pytest.exit(str(e), MISSING)
+    try:
+        expected = ExpectedFailures.read(config.getoption("lazykv_xfails"))
+        path = config.getoption("lazykv_report")
+        if path is not None and not hasattr(config, "workerinput"):
+            check_writable(path)
     except ExpectedFailuresError as e:
         raise pytest.UsageError(str(e)) from e
+    except (OSError, ValueError) as e:
+        raise pytest.UsageError(f"--lazykv-report: got {e}, need a writable file") from e
     run = config.stash[RUN] = Run(target, config.getoption("lazykv_level"), expected)
     config.pluginmanager.register(run, "lazykv-run")
-
-
-@pytest.fixture(scope="session")
-def target(pytestconfig: pytest.Config) -> Target:
-    """The backend under test."""
-    return pytestconfig.stash[RUN].target
 
 
 # Which tests
@@ -94,6 +119,21 @@ def suite_id(path: Path, nodeid: str) -> str | None:
     return "/".join([level.rstrip("_"), *rest]) + "::" + nodeid.split("::", 1)[1]
 
 
+def _is_ours(node: pytest.Item) -> bool:
+    return node.path.is_relative_to(SUITE)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Gives tests of the suite the backend under test, as a parameter that is not in their ids.
+
+    A fixture would be one of all tests of the run, and a project that the suite runs beside may
+    have its own `target`.
+    """
+    if "target" in metafunc.fixturenames and _is_ours(metafunc.definition):
+        target = metafunc.config.stash[RUN].target
+        metafunc.parametrize("target", [target], ids=[pytest.HIDDEN_PARAM])
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     run = config.stash[RUN]
@@ -106,6 +146,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         entry = run.expected.find(name)
         if entry is not None:
             item.add_marker(pytest.mark.xfail(reason=entry.reason, strict=True))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """A test that needs an op which the backend does not declare is skipped, whoever plans it."""
+    target = pyfuncitem.config.stash[RUN].target
+    try:
+        return (yield)
+    except BackendUnavailable as e:
+        op = target.undeclared(e) if _is_ours(pyfuncitem) else None
+        if op is None:
+            raise
+        pytest.skip(f"{target.name} declares no {op}")
 
 
 # What came of them
@@ -133,15 +186,21 @@ def _reason(report: pytest.TestReport) -> str | None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    run = session.config.stash[RUN]
-    run.report.stale = run.stale() if not session.config.option.collectonly else []
-    if run.report.stale and session.exitstatus == pytest.ExitCode.OK:
+    run, config = session.config.stash[RUN], session.config
+    if hasattr(config, "workeroutput"):  # of pytest-xdist: its controller judges and reports
+        config.workeroutput[_ID] = run.collected, run.selected
+        return
+    fine = config.option.collectonly or run.finish()
+    if not fine and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-    path = session.config.getoption("lazykv_report")
+    path = config.getoption("lazykv_report")
     if path is not None:
         Path(path).write_text(run.report.to_json(), encoding="utf-8")
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    for line in config.stash[RUN].report.stale:
+    run = config.stash[RUN]
+    for line in run.report.stale:
         terminalreporter.write_line(f"FAILED expected failure: {line}", red=True)
+    if run.not_run() and not config.option.collectonly:
+        terminalreporter.write_line(f"NOT RUN to the end: {len(run.not_run())} tests", red=True)

@@ -107,6 +107,16 @@ def attend(q: Array, k: Array, v: Array, scale: float, seen: Seen) -> Array:
     return out
 
 
+def attend_many(q: Array, k: Array, v: Array, *, scale: float, seen: Array) -> Array:
+    """`attend` by whole matrices, for many rows: ``seen[i, row]`` says whether query i sees a row,
+    of any sequence and head. Each query sees one; rows that none sees may hold NaN."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (np.repeat(np.nan_to_num(rows), group, 1) for rows in (k, v))
+    scores = np.where(seen, scale * (q @ np.swapaxes(k, 2, 3)), -math.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.asarray(weights / weights.sum(-1, keepdims=True) @ v)
+
+
 def by_position(queries: int, length: int, causal: bool = True, window: int | None = None) -> Seen:
     """Of `length` live rows the last `queries` are the queries' own."""
 
@@ -244,21 +254,24 @@ def write_rows(dest: Array, src: Array, rows: Array, count: int | None = None) -
 # Roundings
 
 
-def round_float(x: float, exponent_bits: int, fraction_bits: int, *, finite_only: bool) -> float:
+def round_float(
+    x: float | int, exponent_bits: int, fraction_bits: int, *, finite_only: bool
+) -> float:  # fmt: skip
     """x rounded to the nearest float of a format, ties to even, as IEEE 754 has it.
 
     What is too large becomes an infinity, or NaN where the format has none (`finite_only`, the
     "fn" formats, whose all-ones exponent is a number but for NaN).
     """
-    if math.isnan(x) or x == 0:
-        return x
+    if x == 0 or math.isnan(x):
+        return float(x)
     bias = (1 << (exponent_bits - 1)) - 1
     top = bias if not finite_only else bias + 1
     largest = Fraction(2) ** top * (2 - Fraction(1 + finite_only, 1 << fraction_bits))
     if math.isinf(x):
         return math.nan if finite_only else x
     value = Fraction(x)
-    exponent = max(math.frexp(x)[1] - 1, 1 - bias)
+    size = x.bit_length() if isinstance(x, int) else math.frexp(x)[1]
+    exponent = max(size - 1, 1 - bias)
     unit = Fraction(2) ** (exponent - fraction_bits)
     rounded = round(value / unit) * unit  # Fraction rounds half to even
     if abs(rounded) > largest:
@@ -267,6 +280,7 @@ def round_float(x: float, exponent_bits: int, fraction_bits: int, *, finite_only
 
 
 FORMATS: dict[str, tuple[int, int, bool]] = {
+    "f64": (11, 52, False),
     "f32": (8, 23, False),
     "f16": (5, 10, False),
     "bf16": (8, 7, False),
@@ -277,11 +291,9 @@ FORMATS: dict[str, tuple[int, int, bool]] = {
 
 
 def cast_float(x: Array, name: str) -> Array:
-    """float64 values as the nearest ones of a floating dtype (f64 keeps them)."""
-    if name == "f64":
-        return x
+    """float64 values, or whole numbers, as the nearest ones of a floating dtype."""
     exponent, fraction, finite_only = FORMATS[name]
     flat = [
-        round_float(float(v), exponent, fraction, finite_only=finite_only) for v in x.reshape(-1)
+        round_float(v, exponent, fraction, finite_only=finite_only) for v in x.reshape(-1).tolist()
     ]
     return np.array(flat, np.float64).reshape(x.shape)

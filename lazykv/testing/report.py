@@ -1,6 +1,7 @@
 """The report of a run: plain values, described by ``report.schema.json`` beside this file."""
 
 import json
+import os
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -40,6 +41,11 @@ class Report:
     results: dict[str, Result] = field(default_factory=dict)
     stale: list[str] = field(default_factory=list)
     started: datetime = field(default_factory=lambda: datetime.now(UTC))
+    devices: list[str] = field(init=False)
+    """The backend's when the run began."""
+
+    def __post_init__(self) -> None:
+        self.devices = [str(d) for d in self.target.backend.locations()]
 
     def add(
         self, test_id: str, outcome: Outcome | None, reason: str | None, seconds: float
@@ -70,7 +76,7 @@ class Report:
                 "package": _package(self.target.location.kind),
             },
             "device": self.target.place,
-            "devices": [str(d) for d in backend.locations()],
+            "devices": self.devices,
             "versions": {"python": platform.python_version(), **_versions()},
             "platform": platform.platform(),
             "counts": self.counts(),
@@ -89,6 +95,16 @@ class Report:
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1) + "\n"
+
+
+def check_writable(path: str) -> None:
+    """Raises OSError, or ValueError for no path at all, if a report cannot be written there.
+    Nothing is left behind."""
+    there = os.path.lexists(path)
+    with open(path, "a", encoding="utf-8"):
+        pass
+    if not there:
+        os.unlink(path)
 
 
 def _capabilities(backend: Backend) -> Mapping[str, Any]:

@@ -11,20 +11,25 @@ import pytest
 
 from lazykv.testing.expected import ExpectedFailures, ExpectedFailuresError
 from lazykv.testing.plugin import RUN, SUITE, Run
+from lazykv.testing.report import check_writable
 from lazykv.testing.target import find_target
 
-__all__ = ["Done", "ExpectedFailuresError", "run_suite"]
+__all__ = ["Done", "ExpectedFailuresError", "check_writable", "run_suite"]
 
 INI = Path(__file__).parent / "pytest.ini"
 
 
 class _Keep:
-    """Keeps the run that the plugin makes."""
+    """Keeps the run that the plugin makes, and what stopped it."""
 
     run: Run | None = None
+    stopped: type[BaseException] | None = None
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         self.run = session.config.stash[RUN]
+
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        self.stopped = excinfo.type  # pytest has kinds of its own besides KeyboardInterrupt
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +67,12 @@ def run_suite(
     kept, text = _Keep(), io.StringIO()
     with _alone(), contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
         code = pytest.main(args, plugins=[kept])
-    if code == pytest.ExitCode.INTERRUPTED:
+    if kept.stopped is KeyboardInterrupt:
         raise KeyboardInterrupt
-    if kept.run is None or code in (pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR):
+    broken = code in (pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR)
+    broken |= kept.stopped is pytest.Session.Interrupted  # files that cannot be imported
+    nothing = kept.run is None or not (kept.run.selected or keyword)
+    if kept.run is None or broken or nothing:
         raise RuntimeError(f"conformance: got a failure of pytest, need a run: {text.getvalue()}")
     return Done(kept.run, int(code), text.getvalue())
 

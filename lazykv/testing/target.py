@@ -1,13 +1,19 @@
 """The backend under test, as the tests of the suite see it."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from lazykv.device import Backend, DeviceLocation, device, locations_of, registry
+from lazykv.device import (
+    Backend,
+    DeviceLocation,
+    check_kind,
+    device,
+    locations_of,
+    registry,
+)
 from lazykv.dtypes import dtype as find_dtype
 from lazykv.errors import BackendUnavailable
 from lazykv.graph import Tensor
@@ -41,6 +47,14 @@ class Target:
         missing = [n for n in dtypes if n not in self.backend.capabilities.dtypes]
         if missing:
             pytest.skip(f"{self.name} declares no {missing[0]}")
+
+    def undeclared(self, error: BackendUnavailable) -> str | None:
+        """The op that a plan was refused for, if the backend declares neither it nor what it was
+        lowered to; None for any other refusal."""
+        declared = self.backend.capabilities.ops
+        if declared is None or not error.ops or declared.intersection(error.ops):
+            return None
+        return error.ops[0]
 
     def need_capture(self) -> None:
         if not self.backend.capabilities.capture:
@@ -85,13 +99,14 @@ class Target:
 def find_target(name: str, place: str | None = None) -> Target:
     """A backend by its name, on one of its locations (None: its first).
 
-    Raises `BackendUnavailable` if it does not load, has no device or not this one.
+    Raises `BackendUnavailable` if it does not load, bears another name, has no device or not this
+    one.
     """
-    if not re.fullmatch(r"[a-z][a-z0-9_-]*", name):
+    backend = registry.find(check_kind(name))
+    if backend.name != name:
         raise BackendUnavailable(
-            f"backend: got {name!r}, need a name such as 'cuda'; a location is chosen by --device"
+            f"backend {name!r}: got name {backend.name!r}, need the kind of its locations"
         )
-    backend = registry.find(name)
     if place is None:
         places = locations_of(name, backend)
         if not places:

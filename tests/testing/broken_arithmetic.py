@@ -6,7 +6,7 @@ import numpy as np
 from broken_backends import Cpu, caught, go
 
 from lazykv.backends.cpu import CpuBackend
-from lazykv.device import Kernel
+from lazykv.device import Capabilities, Kernel
 from lazykv.dtypes import bf16, f32, to_logical
 from lazykv.ops import elementwise as ew
 from lazykv.ops.matmul import MatMul
@@ -129,3 +129,21 @@ class HasNoKernelForAnOp(Cpu):
 
     def kernel(self, op, ins, out):
         return None if isinstance(op, Where) else super().kernel(op, ins, out)
+
+
+DECLARED = frozenset(
+    {"copy", "write_slice", "zero_fill", "where", "silu", "neg", "exp", "add_scalar", "div"}
+)
+
+
+@caught("core/test_elementwise.py", "test_op[where-f32-sliced]", "where and f32")
+class DeclaresAnOpItHasNot(HasNoKernelForAnOp):
+    capabilities = Capabilities(host_memory=True, ops=DECLARED)
+
+
+@caught("core/test_declared_ops.py", "test_it_runs_as_itself[silu]")
+class DeclaresAnOpItLowers(Cpu):
+    capabilities = Capabilities(host_memory=True, ops=DECLARED)
+
+    def kernel(self, op, ins, out):
+        return None if isinstance(op, ew.Silu) else super().kernel(op, ins, out)

@@ -133,13 +133,13 @@ class PagesForgetTheWindow(OtherOp):
         return replace(op, window=None)
 
 
-@caught("core/test_bounds.py", "test_ids_outside_a_table_are_refused[-1-i64]", "ids")
+@caught("core/test_bounds.py", "test_ids_outside_a_table_are_refused[i64--1]", "ids")
 class TakeWrapsNegativeIds(Cpu):
     ops = (Take,)
 
     def run(self, inner, call):
-        ids = call.ins[1]
-        call.out[...] = np.take(call.ins[0], ids.astype(np.int64), 0, mode="wrap")
+        table, ids = call.ins
+        call.out[...] = table[ids.astype(np.int64) % len(table)]
 
 
 @caught("paged/test_paged_session.py", "test_forks_part_when_they_are_written", "forks")

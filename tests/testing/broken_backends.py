@@ -24,17 +24,21 @@ class Bug:
     tests: str
     keyword: str | None
     caught_by: str
+    kind: str = "broken"
+    """The name that it is registered under."""
 
 
 BUGS: list[Bug] = []
 
 
-def caught(tests: str, by: str, keyword: str | None = None) -> Callable[[Any], Any]:
+def caught(
+    tests: str, by: str, keyword: str | None = None, kind: str = "broken"
+) -> Callable[[Any], Any]:
     """Which part of the suite to run on a broken backend (a file, or a test, and what pytest takes
     as ``-k``), and a part of the id of a test that must fail."""
 
     def add(cls: Any) -> Any:
-        BUGS.append(Bug(cls, tests, keyword, by))
+        BUGS.append(Bug(cls, tests, keyword, by, kind))
         return cls
 
     return add

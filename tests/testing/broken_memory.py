@@ -1,11 +1,41 @@
-"""Backends whose memory, views or copies are wrong."""
+"""Backends whose declarations, memory, views or copies are wrong."""
 
 import weakref
 
 import numpy as np
-from broken_backends import Cpu, caught
+from broken_backends import PLACES, Cpu, caught
 
+from lazykv.device import Capabilities, DeviceLocation
 from lazykv.layout import Layout
+
+# Declarations
+
+
+@caught("core/test_memory.py", "test_declarations_make_sense", "declarations")
+class NamesDtypesAsNumpyDoes(Cpu):
+    capabilities = Capabilities(dtypes=frozenset({"f32", "float64", "int64"}))
+
+
+@caught("core/test_memory.py", "test_declarations_make_sense", "declarations")
+class StoresNoFloats(Cpu):
+    capabilities = Capabilities(dtypes=frozenset({"i64", "u8"}))
+
+
+@caught("core/test_memory.py", "test_declarations_make_sense", "declarations")
+class ListsItsLocations(Cpu):
+    def locations(self):
+        return list(PLACES)
+
+
+@caught("core/test_memory.py", "test_a_device_that_is_not_there_is_refused", "not_there")
+class ListsDevicesThatAreNotThere(Cpu):
+    """As many as there could be."""
+
+    def locations(self):
+        return tuple(DeviceLocation(f"broken:{n}") for n in range(1024))
+
+
+# Memory
 
 
 @caught(
@@ -125,3 +155,18 @@ class TakesEveryHostArrayForContiguous(Cpu):
             source, (source.size,), (source.itemsize,)
         )  # fmt: skip
         dest[...] = line.reshape(source.shape)
+
+
+@caught("capture/test_refusals.py", "test_symbols_are_refused", "symbols")
+class KeepsItsViews(Cpu):
+    """Makes a view once for every buffer and shape, wherever it begins."""
+
+    def __init__(self):
+        super().__init__()
+        self.views = {}
+
+    def view(self, buffer, dtype, layout):
+        key = buffer.ctypes.data, dtype, layout.shape
+        if key not in self.views:
+            self.views[key] = super().view(buffer, dtype, layout)
+        return self.views[key]

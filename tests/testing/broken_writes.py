@@ -1,12 +1,16 @@
 """Backends that write the wrong bytes, or into the wrong memory."""
 
 from dataclasses import replace
+from functools import partial
+from typing import ClassVar
 
 import numpy as np
 from broken_backends import Cpu, caught, go, with_operand
 
 from lazykv.device import Kernel
 from lazykv.ops.attention import Attention
+from lazykv.ops.elementwise import Add
+from lazykv.ops.move import Copy
 from lazykv.ops.write import WriteSlice, WriteSliceDoff, WriteSliceRotating
 from lazykv.ops.write_rows import WriteRows
 
@@ -108,6 +112,63 @@ class RingStopsAtItsEnd(Cpu):
         slot = op.pieces(int(call.ins[2]), call.ins[1].shape[axis])[0][0]
         rows = np.moveaxis(call.ins[1], axis, 0)[: max(0, op.modulus - slot)]
         return with_operand(call, 1, np.moveaxis(rows, 0, axis))
+
+
+# Memory that a write reads and destroys
+
+
+class MovesElements(Cpu):
+    """Reads a row from where it was copied from, not from the copy that was made because a write
+    destroys the row, and moves its elements one after another."""
+
+    ops = (WriteSliceDoff,)
+    step: ClassVar[int]
+
+    def __init__(self):
+        super().__init__()
+        self.copied = {}
+
+    def kernel(self, op, ins, out):
+        inner = super().kernel(op, ins, out)
+        return Kernel(partial(self.note, inner)) if isinstance(op, Copy) else inner
+
+    def note(self, inner, call):
+        self.copied[call.out.ctypes.data] = call.ins[0]
+        return inner.emit(call)
+
+    def run(self, inner, call):
+        source = self.copied.get(call.ins[1].ctypes.data, call.ins[1])
+        nowhere = np.full(call.out.shape, source.size)
+        numbers = np.arange(source.size).reshape(source.shape)
+        came = call.op.body(np, nowhere, numbers, *call.ins[2:])
+        moves = sorted((n, at) for at, n in np.ndenumerate(came) if n < source.size)
+        for n, at in moves[:: self.step]:
+            call.out[at] = source.flat[n]
+
+
+@caught(
+    "core/test_writes.py", "memory_that_is_written[at_offset_axis0-up-i32]", "memory_that and i32"
+)
+class MovesFrontToBack(MovesElements):
+    step = 1
+
+
+@caught(
+    "core/test_writes.py", "memory_that_is_written[at_offset_axis0-down-i32]", "memory_that and i32"
+)
+class MovesBackToFront(MovesElements):
+    step = -1
+
+
+@caught("core/test_elementwise.py", "test_op[add-f32-overlapping]", "add and f32")
+class TakesViewsOfOneMemoryForOne(Cpu):
+    """Loads an operand once, and knows it by the memory it lies in."""
+
+    ops = (Add,)
+
+    def change(self, call):
+        a, b = call.ins
+        return with_operand(call, 1, a) if np.shares_memory(a, b) else call
 
 
 # Held plans

@@ -1,11 +1,12 @@
-"""`lazykv conformance`, and the plugin used by pytest itself."""
+"""`lazykv conformance`: what it prints, its exit codes, and backends that leave."""
 
 import json
-import subprocess
 import sys
 
 import pytest
 from broken_attention import SeesLaterRows
+from packages import install
+from toy_backends import Toy, registered
 
 from lazykv.cli import main
 from lazykv.device import register_backend, unregister_backend
@@ -15,10 +16,12 @@ SMALL = ["--level", "interop"]
 
 
 @pytest.fixture
-def run(capsys):
+def run(capfd):
+    """The command, whose tests run in a process of their own."""
+
     def command(*argv: str):
         code = main(["conformance", *argv])
-        out, err = capsys.readouterr()
+        out, err = capfd.readouterr()
         return code, out, err
 
     return command
@@ -46,7 +49,7 @@ def test_a_backend_that_passes_is_told_in_a_few_lines(run):
 def test_failures_are_told_with_their_message(run):
     register_backend("broken", SeesLaterRows())
     try:
-        code, out, err = run("broken", "--level", "session")
+        code, out, err = run("broken", "--level", "session", "--in-process")
     finally:
         unregister_backend("broken")
     assert (code, err) == (1, "")
@@ -76,13 +79,22 @@ def test_the_list_names_every_test_and_runs_none(run):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("quantum", "entry point 'quantum'"),
         ("sim:1", "need a name such as"),
         ("Cpu", "need a name"),
+        ("c pu", "need a name"),
     ],
 )
-def test_a_backend_that_is_not_there_is_3(run, name, words):
-    assert words in fails(run(name), 3)
+def test_a_malformed_name_is_2(run, name, words):
+    assert words in fails(run(name), 2)
+
+
+def test_a_backend_that_is_not_there_is_3(run):
+    assert "entry point 'quantum'" in fails(run("quantum"), 3)
+
+
+def test_a_backend_of_another_name_is_3(run):
+    with registered(Toy()):
+        assert "'toy': got name 'cpu', need" in fails(run("toy", "--in-process"), 3)
 
 
 def test_a_device_that_is_not_there_is_3(run):
@@ -98,7 +110,7 @@ def test_without_cupy_or_a_gpu_cuda_says_what_is_missing(run):
 
 def test_without_pytest_the_extra_is_named(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "pytest", None)  # makes importing it fail
-    assert "pip install 'lazykv[test]'" in fails(run("cpu"), 3)
+    assert "pip install 'lazykv[conformance]'" in fails(run("cpu"), 3)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +121,8 @@ def test_without_pytest_the_extra_is_named(run, monkeypatch):
         ["cpu", "--device", "sim:0"],
         ["cpu", "--device", "cpu:"],
         ["cpu", *SMALL, "--xfails", "/nowhere/xfails.txt"],
-        ["cpu", *SMALL, "--report", "/dev/null/x"],
+        ["cpu", *SMALL, "--xfails", "-x"],
+        ["cpu", "--list", "--report", "report.json"],
     ],
 )
 def test_usage_is_2(run, argv):
@@ -130,32 +143,107 @@ def test_stale_expected_failures_are_told(run, tmp_path):
     assert "STALE expected failure interop/gone*: got no such test, need one\n" in out
 
 
-def pytest_alone(*argv: str, cwd=None) -> subprocess.CompletedProcess[str]:
-    """The suite as a stranger's own pytest runs it."""
-    suite = ["-p", "lazykv.testing.plugin", "--pyargs", "lazykv.testing.suite"]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *suite, "--quiet", *argv]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
+@pytest.mark.parametrize("path", ["/dev/null/x", "", "."])
+def test_a_report_that_cannot_be_written_is_noticed_before_the_run(run, monkeypatch, path):
+    monkeypatch.setattr("lazykv.testing.runner.run_suite", None)
+    for argv in (["cpu", *SMALL], ["cpu", *SMALL, "--in-process"]):
+        assert "need a file that can be written" in fails(run(*argv, "--report", path), 2)
 
 
-def test_the_plugin_works_in_anybodys_pytest(tmp_path):
-    (tmp_path / "pytest.ini").write_text(
-        "[pytest]\naddopts = -ra --strict-markers --strict-config\nfilterwarnings = error\n"
-    )
+def test_a_run_that_does_not_begin_leaves_no_report(run, tmp_path):
     path = tmp_path / "report.json"
-    done = pytest_alone(
-        "--lazykv-backend", "sim", "--lazykv-device", "sim:1", "--lazykv-level", "async",
-        "--lazykv-level", "session", "--lazykv-report", str(path), cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads(path.read_text())
-    assert report["device"] == "sim:1"
-    assert sorted(report["counts"]) == ["async", "session"]
+    fails(run("quantum", "--report", str(path)), 3)
+    assert not path.exists()
+    path.write_text("of last week")
+    fails(run("quantum", "--report", str(path)), 3)
+    assert path.read_text() == "of last week"
 
 
-def test_the_plugin_refuses_what_the_command_refuses(tmp_path):
-    done = pytest_alone("--lazykv-backend", "quantum", cwd=tmp_path)
-    assert done.returncode == 3
-    assert "entry point 'quantum'" in done.stdout + done.stderr
-    done = pytest_alone(cwd=tmp_path)
-    assert done.returncode == 4
-    assert "need one" in done.stderr
+LEAVING = """
+import os
+import sys
+import pytest
+from lazykv.backends.cpu import CpuBackend
+from lazykv.device import DeviceLocation
+
+class Leaving(CpuBackend):
+    name = "leaving"
+    def locations(self):
+        return (DeviceLocation("leaving:0"),)
+
+class Early(Leaving):
+    def __init__(self):
+        sys.exit(0)
+
+class Lost(Leaving):
+    def locations(self):
+        sys.exit(0)
+
+class Late(Leaving):
+    def kernel(self, op, ins, out):
+        self.leave()
+
+class Exits(Late):
+    def leave(self):
+        sys.exit(0)
+
+class Ends(Late):
+    def leave(self):
+        os._exit(0)
+
+class Dies(Late):
+    def leave(self):
+        os.kill(os.getpid(), 9)
+
+class StopsWell(Leaving):
+    def synchronize(self, location):
+        pytest.exit("bye", 0)
+
+class Stops(Leaving):
+    def synchronize(self, location):
+        pytest.exit("bye")
+"""
+
+
+@pytest.fixture
+def leaving(tmp_path, monkeypatch):
+    """Installs a backend that leaves in one of these ways."""
+
+    def make(value: str) -> None:
+        code = {"leaving.py": LEAVING, "leaving_import.py": "raise SystemExit(0)"}
+        install(tmp_path, "leaving", code, {"leaving": value})
+        monkeypatch.syspath_prepend(tmp_path)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("value", "code", "words"),
+    [
+        ("leaving_import:Any", 3, "SystemExit: 0 while loading leaving_import:Any"),
+        ("leaving:Early", 3, "SystemExit: 0 while loading leaving:Early"),
+        ("leaving:Lost", 3, "SystemExit: 0 when asked for its devices"),
+        ("leaving:Ends", 1, "the end of the process (exit code 0) in the tests"),
+        ("leaving:Dies", 1, "the end of the process (signal 9) in the tests"),
+    ],
+)
+def test_a_backend_that_leaves_is_told_in_one_line(run, leaving, value, code, words):
+    leaving(value)
+    assert words in fails(run("leaving", *SMALL), code)
+
+
+@pytest.mark.parametrize("value", ["leaving:StopsWell", "leaving:Stops"])
+def test_a_backend_that_stops_pytest_has_failed_a_test(run, leaving, value):
+    leaving(value)
+    code, out, err = run("leaving", "--level", "async")
+    assert (code, err) == (1, "")
+    assert "    got the end of the run, need one of the test\n" in out
+    assert "NOT RUN to the end: " in out
+
+
+def test_a_kernel_that_exits_fails_its_tests(run, leaving):
+    leaving("leaving:Exits")
+    code, out, err = run("leaving", *SMALL)
+    assert (code, err) == (1, "")
+    assert "SystemExit: 0" in out
+    assert "NOT RUN" not in out

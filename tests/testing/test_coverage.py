@@ -7,7 +7,7 @@ from lazykv.compiler.ir import Output
 from lazykv.device import register_backend, unregister_backend
 from lazykv.dtypes import ALL
 from lazykv.ops.op import Op
-from lazykv.ops.sources import Alloc, Const, Placeholder
+from lazykv.ops.sources import Alloc, Const, Fill, Iota, Placeholder, SymValue, ZeroFill
 from lazykv.ops.views import View
 from lazykv.testing.failing import Fail
 from lazykv.testing.golden import FLOATS, STORED
@@ -23,7 +23,7 @@ def concrete_ops() -> set[type[Op]]:
     return found
 
 
-PLAIN = "reshape_of_permuted or not (sliced or permuted or broadcast)"
+PLAIN = "reshape_of_permuted or not (sliced or permuted or broadcast or overlapping])"
 """Without the layouts: they make no difference to which ops run."""
 
 
@@ -39,17 +39,18 @@ class Watching(Cpu):
         return super().kernel(op, ins, out)
 
 
-def test_every_op_is_run_on_every_dtype_it_takes():
+def check_asked(keyword: str, but: set[type[Op]]) -> None:
+    """Which ops, and on which dtypes, a part of the suite asks for: all that a backend can run."""
     backend = Watching()
     register_backend("broken", backend)
     try:
-        done = run_suite("broken", levels=["core", "dtype", "paged"], keyword=PLAIN)
+        done = run_suite("broken", levels=["core", "dtype", "paged"], keyword=keyword)
     finally:
         unregister_backend("broken")
     assert done.code == 0, done.text
     # A view has a kernel only where it has to be a copy; sources of data have none at all.
     views = {v for v in View.__subclasses__() if v.__name__ not in ("Reshape", "Contiguize")}
-    ops = concrete_ops() - views - {Const, Placeholder, Alloc, Output, Fail}
+    ops = concrete_ops() - views - {Const, Placeholder, Alloc, Output, Fail} - but
     assert ops - set(backend.asked) == set()
     moves = {op for op in ops if op.bits}
     missing = {op.__name__: set(STORED) - backend.asked[op] for op in moves}
@@ -60,6 +61,14 @@ def test_every_op_is_run_on_every_dtype_it_takes():
         if backend.asked[op] & set(FLOATS)
     }
     assert {n: names for n, names in floats.items() if names} == {}
+
+
+def test_every_op_is_run_on_every_dtype_it_takes():
+    check_asked(PLAIN, set())
+
+
+def test_every_op_that_reads_is_run_on_operands_that_overlap():
+    check_asked("overlapping] or memory_that_is_written", {Iota, SymValue, Fill, ZeroFill})
 
 
 def test_the_suite_knows_every_dtype():

@@ -39,6 +39,29 @@ def test_attention_equals_matrices():
     np.testing.assert_allclose(reference.attention(q, k, v), want, rtol=1e-12)
 
 
+def test_attention_of_many_is_that_of_each():
+    rng = np.random.default_rng(4)
+    q, k, v = (rng.standard_normal(s) for s in ((2, 4, 3, 8), (2, 2, 7, 8), (2, 2, 7, 8)))
+    seen = np.arange(7) <= np.arange(2, 5)[:, None]
+    want = reference.attention(q, k, v, length=5)
+    k[:, :, 5:], v[:, :, 5:] = np.nan, np.nan
+    got = reference.attend_many(q, k, v, scale=8**-0.5, seen=seen)
+    np.testing.assert_allclose(got, want, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_whole_numbers_are_rounded_by_all_their_bits(name):
+    """Beside the middle of two floats, by less than float64 can tell."""
+    _, fraction, _ = reference.FORMATS[name]
+    half = (1 << (fraction + 1)) + 1
+    exponent = 4 if name.startswith("f8") or name == "f16" else 62 - fraction - 1
+    unit = 2.0 ** (exponent + 1)
+    low, middle, high = (half << exponent) - 1, half << exponent, (half << exponent) + 1
+    got = reference.cast_float(np.array([low, middle, high, -high]), name)
+    even = (half - 1) * unit / 2
+    np.testing.assert_array_equal(got, [even, even, even + unit, -even - unit])
+
+
 def test_a_ring_is_a_window():
     rng = np.random.default_rng(2)
     rows = rng.standard_normal((1, 2, 20, 4))

@@ -52,11 +52,86 @@ def test_rows_are_levels_and_columns_reports(reports):
     assert failures.count("\n- ") == len(failed) > 0
 
 
-def test_a_file_that_is_no_report_is_refused(tmp_path, reports):
-    for text in ("{", "[]", '{"schema": "lazykv.conformance/0"}'):
-        path = tmp_path / "report.json"
-        path.write_text(text)
-        done = scoreboard(reports[0], path)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.startswith("scoreboard: ")
-        assert done.stderr.count("\n") == 1
+def refused(path: Path) -> str:
+    """One line that names the file, and nothing printed."""
+    done = scoreboard(path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"scoreboard: {path}: got ")
+    assert done.stderr.count("\n") == 1
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "need a report"),
+        ("[]", "is not of type 'object'"),
+        ("[" * 100_000, "need a report"),
+        ('{"schema": "lazykv.conformance/0"}', "need a report of lazykv.conformance/1"),
+        ('{"schema": "lazykv.conformance/1"}', "need a report of lazykv.conformance/1"),
+        ('{"duration_s": NaN}', "NaN for a number"),
+    ],
+)
+def test_a_file_that_is_no_report_is_refused(tmp_path, text, words):
+    path = tmp_path / "report.json"
+    path.write_text(text)
+    assert words in refused(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda r: r.pop("backend"), "'backend' is a required property at $"),
+        (lambda r: r.update(counts=[]), "at $.counts"),
+        (lambda r: r["counts"]["session"].pop("failed"), "'failed' is a required"),
+        (lambda r: r["counts"].update(future=r["counts"]["session"]), "'future'"),
+        (lambda r: r["tests"][0].update(level="future"), "'future'"),
+        (lambda r: r["tests"][0].update(duration_s="1"), "at $.tests[0].duration_s"),
+        (lambda r: r["counts"]["session"].update(passed=99999), "need those of its tests"),
+        (lambda r: r["tests"][0].update(outcome="failed"), "need those of its tests"),
+        (lambda r: r["tests"].pop(), "need those of its tests"),
+        (lambda r: r["tests"].append(r["tests"][0]), "need each test once"),
+        (lambda r: r["tests"][0].update(id="core/test_x.py::test_y"), "on its own level"),
+    ],
+)
+def test_a_report_that_lacks_something_or_contradicts_itself_is_refused(
+    reports, tmp_path, change, words
+):
+    found = json.loads(reports[0].read_text())
+    change(found)
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(found))
+    assert words in refused(path)
+
+
+def test_words_of_a_report_are_no_markup(reports, tmp_path):
+    """Names, versions, reasons and ids come from packages that anybody may have written."""
+    found = json.loads(reports[1].read_text())
+    found["backend"] |= {"name": "ev|il", "package": {"name": "p|q\n\n# H", "version": "<b>1</b>"}}
+    found["backend"]["capabilities"]["a|b"] = True
+    found |= {"device": "d|e", "stale_xfails": ["a`b\n# c"]}
+    found["versions"]["numpy"] = "2|\x1b[31m\ud800"
+    (first, *_) = (t for t in found["tests"] if t["outcome"] == "failed")
+    first |= {"id": "session/`` x", "reason": "boom `x` <script>alert(1)</script> | *pipe*\n# H"}
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(found))
+    done = scoreboard(reports[0], path)
+    assert (done.returncode, done.stderr) == (0, "")
+    table, _, failures = done.stdout.partition("\n\n")
+    rows = table.splitlines()
+    assert {line.replace("\\|", "").count("|") for line in rows} == {4}
+    assert rows[0].endswith(r"| ev\|il (p\|q # H &lt;b&gt;1&lt;/b&gt;) on d\|e |")
+    assert r"host_memory, a\|b |" in rows[-2]
+    assert "numpy 2\\|\ufffd\\[31m\ufffd, " in rows[-1]
+    shown = r"boom \`x\` &lt;script&gt;alert(1)&lt;/script&gt; \| \*pipe\*"
+    assert f"\n- ``` session/`` x ```: {shown}\n" in failures
+    assert failures.endswith("\n- expected failure `` a`b # c ``\n")
+
+
+def test_a_failure_without_a_reason_says_so(reports, tmp_path):
+    found = json.loads(reports[1].read_text())
+    for test in found["tests"]:
+        test["reason"] = None
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(found))
+    assert "`: no reason\n" in scoreboard(path).stdout

@@ -1,23 +1,20 @@
 """Recordings: nothing runs while they are made, and they replay plain passes bit for bit."""
 
 import gc
-from typing import Any
 
 import numpy as np
-import pytest
 
 from lazykv.compiler.plan import Plan
-from lazykv.device import Step
-from lazykv.errors import CaptureError
 from lazykv.graph import Graph
+from lazykv.ops.write import WriteSliceDoff
 from lazykv.runtime.realize import plan
 from lazykv.sessions.captured import CapturedDecodeSession
 from lazykv.storage import Storage
-from lazykv.symbols import Sym
 from lazykv.testing.compare import check_bits
 from lazykv.testing.golden import Array
 from lazykv.testing.held import Held, bytes_of
 from lazykv.testing.paging import PagedHeld
+from lazykv.testing.queued import Queued
 from lazykv.testing.target import Target
 
 ROWS = 5
@@ -82,17 +79,17 @@ def test_a_replay_takes_the_data_of_its_own_pass(target: Target) -> None:
 def test_replays_that_nobody_waits_for_run_in_order(target: Target) -> None:
     target.need_capture()
     target.need("f32", "i64")
-    g = Graph()
-    dest, src = g.placeholder((ROWS, 3), "f32"), g.placeholder((1, 3), "f32")
-    at, store = g.placeholder((), "i64"), target.storage(rows())
-    made = plan([], {dest: store}, target.location, effects=[dest.write_slice_at(src, 0, at)])
-    made.run({src: row(0), at: np.array(0)})
-    made.capture()
+    dest, src, at = target.storage(rows()), target.storage(row(0)), target.storage(np.array(0))
+    written = Queued(WriteSliceDoff(0), [dest, src, at], dest)
+    written.give()
+    recorded = target.backend.capture(target.location, written.steps)
     want = rows()
     for n, where in enumerate((3, 1, 4, 1, 0)):
-        made.run({src: row(n), at: np.array(where)})
+        target.backend.copy_in(src.array, row(n))
+        target.backend.copy_in(at.array, np.array(where))
+        recorded.replay()
         want[where] = n
-    check_bits("five replays at once", store.to_numpy(), want)
+    check_bits("five replays at once", dest.to_numpy(), want)
 
 
 def test_results_are_fresh(target: Target) -> None:
@@ -232,62 +229,3 @@ def test_paged_steps_are_captured(target: Target) -> None:
         h.tokens(c, a, b)
     assert h.session.plan.captured
     h.check_rows(a, b, c)
-
-
-# What cannot be recorded
-
-
-def test_what_cannot_be_recorded_is_refused(target: Target) -> None:
-    target.need_capture()
-    backend, place = target.backend, target.location
-    memory = target.storage(np.zeros(8, np.uint8))
-    refused: dict[str, Step] = {
-        "an allocation": (backend.allocate, (64, place)),
-        "a wait": (backend.synchronize, (place,)),
-        "a copy to the host": (backend.copy_out, (memory.array,)),
-    }
-    for what, call in refused.items():
-        with pytest.raises(CaptureError):
-            backend.capture(place, [call])
-        check_bits(f"memory after {what} was refused", memory.to_numpy(), np.zeros(8, np.uint8))
-        w = Writer(target)
-        w.run(1, 1)
-        w.plan.capture()
-        w.run(2, 2)
-        w.check(f"a recording after {what} was refused")
-
-
-def test_symbols_are_refused(target: Target) -> None:
-    """Their values are known to the host alone, and would be frozen into the recording."""
-    target.need("f32")
-    g, at = Graph(), Sym("at", 0, 4)
-    x = g.placeholder((5, 3), "f32")
-    made = plan(x.slice(0, at, 1), {x: target.storage(rows())}, target.location)
-    with pytest.raises(CaptureError):
-        made.capture()
-    assert made.run(env={at: 4}).shape == (1, 3)
-
-
-def test_two_locations_are_refused(target: Target) -> None:
-    target.need("f32")
-    there: Any = target.other_location()
-    g = Graph()
-    x = g.placeholder((5, 3), "f32")
-    made = plan(x.to(there) + 1.0, {x: target.storage(rows())}, target.location)
-    with pytest.raises(CaptureError):
-        made.capture()
-    check_bits("a plain pass afterwards", made.run(), rows() + 1)
-
-
-def test_without_capture_it_is_refused(target: Target) -> None:
-    if target.backend.capabilities.capture:
-        pytest.skip(f"{target.name} declares capture")
-    target.need("f32")
-    g = Graph()
-    x = g.placeholder((5, 3), "f32")
-    made = plan(x + 1.0, {x: target.storage(rows())}, target.location)
-    with pytest.raises(CaptureError):
-        made.capture()
-    with pytest.raises(CaptureError):
-        target.backend.capture(target.location, [])
-    check_bits("a plain pass afterwards", made.run(), rows() + 1)

@@ -38,9 +38,9 @@ def case(
     NaN."""
     n = rows if alive is None else alive
     shapes = [(batch, heads, queries, dim), (batch, kv, rows, dim), (batch, kv, rows, dv)]
+    make = numbers if alive is None else live(n)
     operands = [
-        Operand(shapes[0], q_dtype, make_q), Operand(shapes[1], make=live(n)),
-        Operand(shapes[2], make=live(n)),
+        Operand(shapes[0], q_dtype, make_q), *(Operand(shape, make=make) for shape in shapes[1:])
     ]  # fmt: skip
     if mask is not None:
         operands.append(Operand(mask[0], mask[1], mask[2], plain=True))
@@ -175,9 +175,10 @@ def latent(
     causal: bool = True, q_dtype: str | None = None,
 ) -> Case:  # fmt: skip
     n = rows if alive is None else alive
+    make = numbers if alive is None else live(n, 0)
     operands = [
         Operand((1, 4, queries, 8), q_dtype), Operand((1, 4, queries, 4), q_dtype),
-        Operand((rows, 8), make=live(n, 0)), Operand((rows, 4), make=live(n, 0)),
+        Operand((rows, 8), make=make), Operand((rows, 4), make=make),
     ]  # fmt: skip
     if by == "tensor":
         operands.append(Operand((), "i64", given(n)))

@@ -16,8 +16,9 @@ from lazykv.functions import attention, latent_attention, paged_attention, ring_
 from lazykv.graph import Graph, Tensor
 from lazykv.runtime.realize import plan
 from lazykv.symbols import Sym
-from lazykv.testing.compare import check_bits
-from lazykv.testing.golden import Array
+from lazykv.testing import reference
+from lazykv.testing.compare import check_bits, check_close
+from lazykv.testing.golden import Array, random_of
 from lazykv.testing.target import Target
 
 
@@ -66,11 +67,25 @@ def scattered(dest: Tensor, src: Tensor, *rows: Tensor) -> Tensor:
     return dest.write_rows(src, *rows)
 
 
+FAR = 2**32
+"""What 32 bits hold nothing of: a number that is in bounds, and this more or less, is not."""
+
+ENDS = (2**63 - 1, -(2**63))
+
 WRONG = [
-    *(wrong(f"at_offset_{n}", at_offset, [n], [3]) for n in (-1, 4, -6, 2**40, -(2**40))),
-    *(wrong(f"rotating_at_{n}", rotating, [n], [7]) for n in (-1, -5)),
-    *(wrong(f"rows_{n}", scattered, [[0, 2, n]], [[0, 2, 5]]) for n in (-1, 6, 2**40, 2)),
-    *(wrong(f"count_{n}", scattered, [[0, 2, 4], n], [[0, 2, 9], 2]) for n in (-1, 4)),
+    *(
+        wrong(f"at_offset_{n}", at_offset, [n], [3])
+        for n in (-1, 4, -6, 2**40, -(2**40), FAR + 1, 1 - FAR, *ENDS)
+    ),
+    *(wrong(f"rotating_at_{n}", rotating, [n], [7]) for n in (-1, -5, 2 - FAR, ENDS[1])),
+    *(
+        wrong(f"rows_{n}", scattered, [[0, 2, n]], [[0, 2, 5]])
+        for n in (-1, 6, 2**40, 2, FAR + 5, 5 - FAR, *ENDS)
+    ),
+    *(
+        wrong(f"count_{n}", scattered, [[0, 2, 4], n], [[0, 2, 9], 2])
+        for n in (-1, 4, FAR + 2, 2 - FAR, *ENDS)
+    ),
     wrong("counted_row_-1", scattered, [[0, -1, 4], 2], [[0, 1, -1], 2]),
 ]
 
@@ -100,12 +115,16 @@ def repair(target: Target, store: Any, data: Array) -> None:
         target.backend.copy_in(memory, data)
 
 
-@pytest.mark.parametrize("ids", ["i32", "u32", "i64"])
-@pytest.mark.parametrize("bad", [-1, 5, 2**31 - 1])
+IDS = [
+    *((ids, n) for ids in ("i32", "i64") for n in (-1, 5, 2**31 - 1)),
+    *(("u32", n) for n in (5, 2**31 - 1, 2**32 - 1)),
+    *(("i64", n) for n in (FAR + 3, 3 - FAR, *ENDS)),
+]
+
+
+@pytest.mark.parametrize(("ids", "bad"), IDS)
 def test_ids_outside_a_table_are_refused(target: Target, ids: str, bad: int) -> None:
     target.need("f32", ids)
-    if ids == "u32" and bad < 0:
-        bad = 2**32 - 1
     g = Graph()
     table = np.arange(10, dtype=np.float32).reshape(5, 2)
     t, i = g.placeholder((5, 2), "f32"), g.placeholder((3,), ids)
@@ -135,10 +154,13 @@ def ring(g: Graph, n: Tensor) -> Tensor:
 
 
 LENGTHS: list[tuple[str, Callable[..., Tensor], int]] = [
-    *((f"attention_{n}", linear, n) for n in (-1, 1, 7, 2**40)),
-    ("attention_not_causal_-1", lambda g, n: linear(g, n, causal=False), -1),
-    *((f"latent_{n}", latent, n) for n in (-1, 1, 7)),
-    *((f"ring_{n}", ring, n) for n in (-1, 1)),
+    *((f"attention_{n}", linear, n) for n in (-1, 1, 7, 2**40, FAR + 6, 6 - FAR, *ENDS)),
+    *(
+        (f"attention_not_causal_{n}", lambda g, n: linear(g, n, causal=False), n)
+        for n in (-1, FAR, -FAR)
+    ),
+    *((f"latent_{n}", latent, n) for n in (-1, 1, 7, FAR + 6, 6 - FAR, *ENDS)),
+    *((f"ring_{n}", ring, n) for n in (-1, 1, 6 - FAR, ENDS[1])),
 ]
 
 
@@ -157,9 +179,39 @@ def test_a_length_out_of_bounds_is_refused(target: Target, case: Any) -> None:
     np.testing.assert_allclose(made.run({n: np.array(6)}), 1, rtol=1e-5)
 
 
+@pytest.mark.parametrize("position", [FAR + 8, 2**40 + 3, 2**53 + 1])
+def test_positions_in_a_ring_have_64_bits(target: Target, position: int) -> None:
+    """Written there, and seen by queries, by a tensor and by a symbol."""
+    target.need("f32", "i64")
+    rows, sinks, window, queries = 7, 1, 4, 2
+    rng, length = random_of("far", str(position)), position + queries
+    q, new, old = (
+        rng.standard_normal((1, 2, n, 4)).astype(np.float32) for n in (queries, queries, rows)
+    )
+    g, end = Graph(), Sym("end")
+    place, count = (g.placeholder((), "i64") for _ in range(2))
+    dest, k = g.placeholder(old.shape, "f32"), g.const(target.storage(old))
+    written = dest.write_slice_rotating(g.const(target.storage(new)), 2, place, rows, sinks)
+    seen = [
+        ring_attention(g.const(target.storage(q)), k, k, length=n, window=window, sinks=sinks)
+        for n in (count, end)
+    ]
+    made = plan([written, *seen], {dest: target.storage(old)}, target.location)
+    got, *found = made.run({place: np.array(position), count: np.array(length)}, {end: length})
+    want = old.copy()
+    reference.write_slice_rotating(want, new, 2, position, rows, sinks)
+    check_bits(f"a ring after a write at {position}", got, want)
+    q64, k64 = q.astype(np.float64), old.astype(np.float64)
+    attended = reference.ring_attention(q64, k64, k64, length=length, window=window, sinks=sinks)
+    for what, result in zip(("a tensor", "a symbol"), found, strict=True):
+        check_close(f"a ring of {length} positions, told by {what}", result, attended)
+
+
 PAGES = {
     "length_1": ([0, 1, 2], 1),
     "length_13": ([0, 1, 2], 13),
+    "length_of_32_bits": ([0, 1, 2], 2**31 + 12),
+    "block_of_32_bits": ([0, 2**31 + 1, 2], 12),
     "block_5": ([0, 5, 2], 12),
     "block_none": ([0, 2**32 - 1, 2], 12),
     "last_block": ([0, 1, 77], 9),

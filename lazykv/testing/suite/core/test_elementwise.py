@@ -22,6 +22,8 @@ from lazykv.testing.golden import (
     Param,
     check_case,
     every,
+    falling,
+    few,
     given,
     numbers,
     patterns,
@@ -45,18 +47,19 @@ def quietly(f: Callable[..., Any]) -> Callable[..., Any]:
 
 def unary(
     name: str, build: Callable[[Tensor], Tensor], want: Callable[[Array], Any],
-    make: Maker = numbers, dtypes: tuple[str, ...] = FLOATS,
+    make: Maker = numbers, dtypes: tuple[str, ...] = FLOATS, shared: Maker | None = None,
 ) -> Case:  # fmt: skip
-    return Case(name, build, quietly(want), (Operand(SHAPE, make=make),), dtypes, (EMPTY,))
+    operands = (Operand(SHAPE, make=make),)
+    return Case(name, build, quietly(want), operands, dtypes, (EMPTY,), shared=shared)
 
 
 def binary(
     name: str, build: Callable[[Tensor, Tensor], Tensor], want: Callable[[Array, Array], Any],
     dtypes: tuple[str, ...] = (*FLOATS, *INTEGERS), left: Maker = positive, right: Maker = numbers,
-    shape: tuple[int, ...] = SHAPE,
+    shape: tuple[int, ...] = SHAPE, shared: Maker | None = None,
 ) -> Case:  # fmt: skip
     operands = (Operand(shape, make=left), Operand(shape, make=right))
-    return Case(name, build, quietly(want), operands, dtypes, (EMPTY, EMPTY))
+    return Case(name, build, quietly(want), operands, dtypes, (EMPTY, EMPTY), shared=shared)
 
 
 # Every pair of these.
@@ -90,15 +93,15 @@ def compare(name: str) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 CASES = [
-    binary("add", lambda a, b: a + b, lambda a, b: a + b),
-    binary("sub", lambda a, b: a - b, lambda a, b: a - b),
-    binary("mul", lambda a, b: a * b, lambda a, b: a * b),
-    binary("div", lambda a, b: b / a, lambda a, b: b / a, FLOATS),
+    binary("add", lambda a, b: a + b, lambda a, b: a + b, shared=falling),
+    binary("sub", lambda a, b: a - b, lambda a, b: a - b, shared=falling),
+    binary("mul", lambda a, b: a * b, lambda a, b: a * b, shared=falling),
+    binary("div", lambda a, b: b / a, lambda a, b: b / a, FLOATS, shared=falling),
     binary("add_special", lambda a, b: a + b, lambda a, b: a + b, FLOATS, LEFT, RIGHT, (6, 6)),
     binary("mul_special", lambda a, b: a * b, lambda a, b: a * b, FLOATS, LEFT, RIGHT, (6, 6)),
     binary("div_special", lambda a, b: a / b, lambda a, b: a / b, FLOATS, LEFT, RIGHT, (6, 6)),
     *(
-        binary(name, compare(name), want, left=CLOSE_LEFT, right=CLOSE_RIGHT)
+        binary(name, compare(name), want, left=CLOSE_LEFT, right=CLOSE_RIGHT, shared=few)
         for name, want in COMPARISONS.items()
     ),
     *(
@@ -112,7 +115,8 @@ CASES = [
     unary("div_scalar", lambda a: a / 4.0, lambda a: a / 4),
     unary("scalar_div", lambda a: 2.5 / a, lambda a: 2.5 / a, positive),
     unary(
-        "mod_scalar", lambda a: a.graph.apply(ModScalar(7), a), lambda a: a % 7, modulo, INTEGERS
+        "mod_scalar", lambda a: a.graph.apply(ModScalar(7), a), lambda a: a % 7, modulo, INTEGERS,
+        shared=modulo,
     ),
     unary("neg", lambda a: -a, lambda a: -a, dtypes=SIGNED),
     unary("exp", lambda a: a.exp(), np.exp),
@@ -124,9 +128,14 @@ CASES = [
     unary("silu_far", lambda a: a.silu(), reference.silu, FAR),
     unary("gelu", lambda a: a.gelu(), reference.gelu),
     unary("gelu_far", lambda a: a.gelu(), reference.gelu, FAR),
+    unary(
+        "cast_to_f32", lambda a: a.cast("f32"), lambda a: a.astype(np.float64),
+        dtypes=tuple(n for n in STORED if n != "f32"),
+    ),
     Case(
         "and", lambda a, b: a.graph.apply(And(), a, b), lambda a, b: a & b,
-        (Operand(SHAPE, "bool"), Operand(SHAPE, "bool", patterns)), ("bool",), (EMPTY, EMPTY),
+        (Operand(SHAPE, "bool", patterns), Operand(SHAPE, "bool", patterns)), ("bool",),
+        (EMPTY, EMPTY),
     ),
     Case(
         "where", where, reference.where,

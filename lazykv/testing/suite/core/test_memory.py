@@ -7,12 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lazykv.compiler.ir import Output
 from lazykv.device import API_VERSION, DeviceLocation, device
+from lazykv.dlpack import HOST
 from lazykv.dtypes import dtype as find_dtype
 from lazykv.dtypes import to_raw, u8
-from lazykv.errors import BackendUnavailable
+from lazykv.errors import BackendUnavailable, LazyKvError
 from lazykv.graph import Graph
 from lazykv.layout import Layout
+from lazykv.ops.op import Op
+from lazykv.ops.sources import Alloc, Const, Placeholder
 from lazykv.runtime.realize import plan
 from lazykv.storage import Storage
 from lazykv.testing.compare import check_bits
@@ -43,6 +47,38 @@ def test_declarations_make_sense(target: Target) -> None:
     unknown = backend.capabilities.dtypes - set(STORED)
     assert not unknown, f"capabilities: got dtypes {sorted(unknown)}, need names of lazykv's own"
     assert "f32" in backend.capabilities.dtypes, "every backend stores f32"
+    declared = backend.capabilities.ops
+    if declared is not None:
+        unknown = declared - runnable_ops()
+        assert not unknown, f"capabilities: got ops {sorted(unknown)}, need names of ops"
+        missing = NEEDED - declared
+        assert not missing, f"capabilities: got no {sorted(missing)}, need {sorted(NEEDED)}"
+
+
+NEEDED = {"copy", "write_slice", "zero_fill"}
+"""Without these there is no cache: new ones are zeroed, rows written, and bytes kept that a write
+destroys."""
+
+
+def runnable_ops() -> set[str]:
+    """Names of all ops but those that hold data or hand it out, which no backend runs."""
+    found, kinds = set(), list(Op.__subclasses__())
+    while kinds:
+        kind = kinds.pop()
+        kinds += kind.__subclasses__()
+        if kind not in (Const, Placeholder, Alloc, Output):
+            found.add(vars(kind).get("name", ""))
+    return found - {""}
+
+
+def test_memory_is_viewed_as_bytes_whatever_dtypes_are_declared(target: Target) -> None:
+    """A plan's intermediates lie in bytes, so every plan asks for such a view."""
+    memory = target.backend.allocate(64, target.location)
+    try:
+        found = target.backend.view(memory, u8, flat(64))
+    except LazyKvError as e:
+        pytest.fail(f"view: got {e}, need a view of bytes (u8), declared or not")
+    assert tuple(found.shape) == (64,)
 
 
 def test_a_device_that_is_not_there_is_refused(target: Target) -> None:
@@ -87,6 +123,39 @@ def address_of(array: Any) -> int | None:
         if isinstance(interface, dict):
             return int(interface["data"][0])
     return None
+
+
+def test_memory_is_on_the_location_that_was_asked_for(target: Target) -> None:
+    """As far as the backend (`used_bytes`) or its arrays (DLPack) say where memory is."""
+    places = target.location, target.other_location()
+    used = getattr(target.backend, "used_bytes", None)
+    gc.collect()
+    found = {}
+    for place in places:
+        before = {p: used(p) for p in places} if used else {}
+        buffer = target.backend.allocate(NBYTES, place)
+        after = {p: used(p) for p in places} if used else {}
+        for p in before:
+            took, need = after[p] - before[p], NBYTES if p == place else 0
+            assert (took >= NBYTES) == (p == place), f"{place}: {p} took {took}, need {need}"
+        found[place] = device_of(buffer)
+        del buffer
+    known = {d for d in found.values() if d is not None and d[0] != HOST}
+    if not used and not known:
+        pytest.skip(f"{target.name} tells of no memory where it is")
+    assert len(known) in (0, len(places)), f"got memory of {places} on one device, {known}"
+
+
+NBYTES = 1 << 16
+
+
+def device_of(array: Any) -> tuple[int, int] | None:
+    """The device of an array by DLPack, type and number; None if it does not tell."""
+    try:
+        kind, index = array.__dlpack_device__()
+    except (AttributeError, LazyKvError):
+        return None
+    return int(kind), int(index)
 
 
 # Views

@@ -1,5 +1,6 @@
 """Writes: in place, to the last bit, and not one byte beside the slab."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,8 @@ from lazykv.storage import Storage
 from lazykv.symbols import Sym
 from lazykv.testing import reference
 from lazykv.testing.compare import check_bits
-from lazykv.testing.golden import LAYOUTS, STORED, Array, patterns, place, random_of
+from lazykv.testing.golden import STORED, Array, patterns, random_of
+from lazykv.testing.layouts import LAYOUTS, place, window
 from lazykv.testing.target import Target
 
 S = Sym("s", 0, 64)
@@ -161,6 +163,45 @@ def test_write(target: Target, param: tuple[Write, str, str]) -> None:
 
 
 # Views of one memory
+
+
+OVERLAPS = {
+    w.name: w
+    for w in WRITES
+    if w.name
+    in ("slab_rank_1", "slab_inside", "slab_at_symbol", "at_offset_axis0", "at_offset_axis1",
+        "rotating_wraps", "rows", "rows_counted")
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize("way", ["up", "down", "whole"])
+@pytest.mark.parametrize("w", OVERLAPS.values(), ids=OVERLAPS.keys())
+def test_a_source_in_the_memory_that_is_written(
+    target: Target, w: Write, way: str, name: str
+) -> None:
+    """The source is read as it was, whether it lies half before the first element that is written,
+    half behind it, or begins at it."""
+    target.need(name, *["i64"] * bool(w.scalars))
+    assert w.src is not None, "a write without a source overlaps nothing"
+    dt, size, numbers = find_dtype(name), math.prod(w.src), w.arrays()
+    marks = np.zeros(w.dest, np.int64)
+    w.want(marks, np.ones(w.src, np.int64), *numbers)
+    begin = size + int(marks.argmax()) + {"up": -(size // 2), "down": size // 2, "whole": 0}[way]
+    line = patterns(random_of(w.name, way, name), (2 * size + marks.size,), dt)
+    dest, src = window(line, size, w.dest), window(line, begin, w.src)
+    g, store = Graph(), target.storage(line)
+    x = g.placeholder(line.shape, name, "line")
+    bindings: dict[Tensor, Any] = {x: store}
+    operands = [g.placeholder(a.shape, "i64") for a in numbers]
+    bindings |= {t: target.storage(a) for t, a in zip(operands, numbers, strict=True)}
+    got = target.run(w.build(dest.view(x), src.view(x), *operands), bindings, w.env)
+    want = to_raw(line).copy()
+    slab_ = dest.look(want)
+    w.want(slab_, to_raw(src.value), *numbers)
+    what = f"{w.name} of {name}, {way} in one memory"
+    check_bits(f"{what}: the memory", to_raw(store.to_numpy()), want)
+    check_bits(f"{what}: the result", to_raw(got), np.array(slab_))
 
 
 def setup(target: Target, *shape: int) -> tuple[Graph, Tensor, Storage, Array]:

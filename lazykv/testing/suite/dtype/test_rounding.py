@@ -102,6 +102,77 @@ def test_whole_numbers_are_converted(target: Target, source: str, name: str) -> 
     check_equal(f"cast of {source} to {name}", got, values.astype(find_dtype(name).numpy))
 
 
+def integers_of(name: str) -> Array:
+    """Both ends of an integer dtype, and whole numbers at, just above and just below the middle of
+    two floats of every format."""
+    info = np.iinfo(find_dtype(name).numpy)
+    found = [0, info.min, info.min + 1, info.max, info.max - 1, 2**53 + 1, 2**32, 2**31, -(2**31)]
+    for _, fraction, _ in FORMATS.values():
+        for half in (1 << (fraction + 1)) + 1, (1 << (fraction + 2)) - 1:
+            found += [(half << e) + d for e in range(63) for d in (-1, 0, 1)]
+    both = [int(sign * n) for n in found for sign in (1, -1)]
+    return np.array(sorted({n for n in both if info.min <= n <= info.max}), info.dtype)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("source", INTEGERS)
+def test_a_whole_number_is_rounded_once_to_the_nearest_even(
+    target: Target, source: str, name: str
+) -> None:
+    values = integers_of(source)
+    got = cast(target, values, name).astype(np.float64)
+    _check_values(f"cast of {source} to {name}", values, got, reference.cast_float(values, name))
+
+
+@pytest.mark.parametrize("name", [*INTEGERS, "bool"])
+@pytest.mark.parametrize("source", INTEGERS)
+def test_whole_numbers_that_do_not_fit_wrap(target: Target, source: str, name: str) -> None:
+    """Modulo 2**n; anything but 0 is True."""
+    values = integers_of(source)
+    got = cast(target, values, name)
+    if name == "bool":
+        want = [v != 0 for v in values.tolist()]
+    else:
+        low, size = int(np.iinfo(got.dtype).min), 1 << np.iinfo(got.dtype).bits
+        want = [(v - low) % size + low for v in values.tolist()]
+    check_equal(f"cast of {source} to {name}", got, np.array(want, got.dtype))
+
+
+NANS = {
+    "f32": ([0x7F800001, 0x7FFFFFFF, 0x7FC00000, 0x7F810000, 0x7FBFFFFF], np.uint32),
+    "f64": ([0x7FF0000000000001, 0x7FFFFFFFFFFFFFFF, 0x7FF0000010000000], np.uint64),
+    "f16": ([0x7C01, 0x7FFF, 0x7E00], np.uint16),
+    "bf16": ([0x7F81, 0x7FFF, 0x7FC0], np.uint16),
+}
+
+
+@pytest.mark.parametrize("name", [*FLOATS, "f8_e4m3", "f8_e5m2"])
+@pytest.mark.parametrize("source", NANS)
+def test_every_nan_stays_one(target: Target, source: str, name: str) -> None:
+    """Whatever its payload, of which nothing may be left in a narrower format, and its sign."""
+    bits, kind = NANS[source]
+    sign = 1 << (8 * np.dtype(kind).itemsize - 1)
+    values = np.array([*bits, *(b | sign for b in bits)], kind).view(find_dtype(source).numpy)
+    got = cast(target, values, name)
+    check_equal(f"NaN of {source} as {name}", np.isnan(got), np.ones(len(values), np.bool_))
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+@pytest.mark.parametrize("source", FLOATS)
+def test_floats_lose_their_fraction(target: Target, source: str, name: str) -> None:
+    """Towards zero, over the whole range of the integers. What does not fit has no result."""
+    info, dt = np.iinfo(find_dtype(name).numpy), find_dtype(source)
+    ends = np.array([info.min, info.min // 2, info.max // 2, info.max], np.float64)
+    few = np.array([0.5, 1.9, -0.9, 2.5, -2.5, 1.5, 100.5, 1e5, 3e9, -3e9])
+    with np.errstate(over="ignore"):
+        values = np.concatenate([ends, few]).astype(dt.numpy)
+    wide = values.astype(np.float64)
+    fits = [math.isfinite(v) and info.min <= int(v) <= info.max for v in wide.tolist()]
+    got = cast(target, values[fits], name)
+    want = np.array([int(v) for v in wide[fits].tolist()], info.dtype)
+    check_equal(f"cast of {source} to {name}", got, want)
+
+
 @pytest.mark.parametrize("name", [*INTEGERS, "bool"])
 @pytest.mark.parametrize("source", FLOATS)
 def test_whole_floats_are_converted(target: Target, source: str, name: str) -> None:

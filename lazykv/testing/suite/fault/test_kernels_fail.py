@@ -6,10 +6,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lazykv.errors import BackendUnavailable, KernelError
+from lazykv.errors import KernelError
 from lazykv.graph import Graph
 from lazykv.testing.compare import check_bits
-from lazykv.testing.failing import PURPOSE, disarmed, fail, plan_to_fail, run_and_wait
+from lazykv.testing.failing import (
+    PURPOSE,
+    disarmed,
+    fail,
+    plan_to_fail,
+    run_and_wait,
+    skip_without_bodies,
+)
 from lazykv.testing.golden import Array
 from lazykv.testing.held import Held, bytes_of
 from lazykv.testing.target import Target
@@ -92,7 +99,5 @@ def test_failed_steps_keep_no_memory(target: Target) -> None:
 def failing_session(target: Target) -> Held:
     """A session whose last op fails, after all its writes; skips where bodies do not run."""
     options: dict[str, Any] = {"last": fail, "name": "failing"}
-    try:
+    with skip_without_bodies(target):
         return Held(target.cache(8), target.location, **options)
-    except BackendUnavailable as e:
-        pytest.skip(f"{target.name} runs no op by its body: {e}")

@@ -120,7 +120,8 @@ def test_a_failure_at_every_allocation_is_survived(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The k-th allocation of a script fails, for every k: typed, nothing kept, and the next run of
-    the script is right (its steps are held against the reference)."""
+    the script is right (its steps are held against the reference). Only where memory for the
+    results of a recording is missing do steps go on, plainly and right."""
     target.need("f32", "i64", "u32")
     script(target)
     gc.collect()
@@ -130,8 +131,12 @@ def test_a_failure_at_every_allocation_is_survived(
     ration.check_nothing_kept("the script")
     for k in range(1, total + 1):
         ration.count, ration.fail_at = 0, k
-        with pytest.raises(OutOfMemory):
+        try:
             script(target)
+        except OutOfMemory:
+            pass
+        else:
+            assert target.backend.capabilities.capture, f"allocation {k}: got no OutOfMemory"
         ration.check_nothing_kept(f"allocation {k} of {total} failed")
     ration.fail_at = 0
     script(target)

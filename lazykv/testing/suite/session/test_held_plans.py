@@ -191,7 +191,7 @@ def test_a_cache_is_appended_to_and_read(target: Target) -> None:
 
 
 def test_sequences_of_a_batch_are_reordered(target: Target) -> None:
-    target.need("f32")
+    target.need("f32", "i64")
     cache = type(target.cache()).with_capacity(1, 2, 4, 4, "f32", target.location, 3)
     rows = np.arange(3 * 2 * 2 * 4, dtype=np.float32).reshape(3, 2, 2, 4)
     cache.append(0, rows, rows + 1000)
