@@ -15,7 +15,7 @@ layers:
 	lint-imports
 
 test:
-	python -m pytest --quiet
+	python -m pytest --quiet -n auto --dist worksteal
 
 bench:
 	env -u OPENBLAS_CORETYPE -u OPENBLAS_L2_SIZE python tools/bench/decode.py

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeAlias
 
-import numpy as np
 import numpy.typing as npt
 
+from lazykv.dlpack import Lent
 from lazykv.dtypes import ALL as ALL_DTYPES
 from lazykv.dtypes import DType
 from lazykv.errors import (
@@ -27,7 +27,6 @@ from lazykv.errors import (
     BindingError,
     CaptureError,
     LazyKvError,
-    ShapeError,
 )
 from lazykv.layout import Layout
 from lazykv.spec import Spec
@@ -40,7 +39,8 @@ HostArray: TypeAlias = npt.NDArray[Any]
 Step: TypeAlias = tuple[Callable[..., object], tuple[Any, ...]]
 """One resolved call of a plan: ``f(*args)``."""
 
-_LOCATION = re.compile(r"cpu|[a-z][a-z0-9_-]*:(0|[1-9][0-9]*)")
+_KIND = re.compile(r"[a-z][a-z0-9_-]*")
+_LOCATION = re.compile(rf"cpu|{_KIND.pattern}:(0|[1-9][0-9]*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +116,16 @@ class Capabilities:
     `dtypes` are the names of dtypes it stores. An asynchronous backend queues work and may return
     before it has run; one with `capture` can record a plan's calls and replay them. Arrays of
     `host_memory` can be used where they are by whoever takes host arrays, through DLPack or the
-    buffer protocol.
+    buffer protocol. `ops` are the names (`Op.name`) of the ops it runs, by a kernel of its own or
+    by their body; None is every op. It is asked for no other: those are lowered, or refused when a
+    plan is made.
     """
 
     dtypes: frozenset[str] = frozenset(t.name for t in ALL_DTYPES)
     is_async: bool = False
     capture: bool = False
     host_memory: bool = False
+    ops: frozenset[str] | None = None
 
 
 class Capture(Protocol):
@@ -144,6 +147,8 @@ class Backend(ABC):
     install_hint: ClassVar[str] = "install the package that provides it"
     survives_fork: ClassVar[bool] = False
     """Whether its memory can be used in a forked child; contexts of devices cannot."""
+    dlpack_device_type: ClassVar[int | None] = None
+    """DLPack's number for memory of its kind, if it can use such memory where it is (`adopt`)."""
     xp: Any
     """The array namespace of portable op bodies."""
 
@@ -184,12 +189,41 @@ class Backend(ABC):
         self.copy_in(dest, self.copy_out(source))
 
     def synchronize(self, location: DeviceLocation) -> None:  # noqa: B027 (most never wait)
-        """Wait until everything given to a location has run; raises the first failure of it."""
+        """Wait until everything given to a location has run; raises the first failure of what the
+        calling thread gave, once. Failures of others are left for them."""
 
     def current(self, location: DeviceLocation) -> AbstractContextManager[object]:
         """While a caller works on the backend's own arrays: what their library does inside is in
         order with everything given to the location."""
         return nullcontext()
+
+    def receiving(self, location: DeviceLocation) -> AbstractContextManager[int | None]:
+        """While an exporter is asked for memory of a location by DLPack: gives the number of the
+        stream that the exporter's own work has to be in order with.
+
+        The device is current inside, if the library knows such a thing; the stream is not, or an
+        exporter of the same library would take it for the one that its work is on.
+        """
+        return nullcontext()
+
+    def adopt(self, memory: Lent, location: DeviceLocation) -> Array:
+        """Memory of another library, where it is, as `allocate` gives memory: a 1-D u8 array of
+        its bytes from its address on.
+
+        The array and its views keep `memory`, and let go of it only when the work that was given
+        while they lived has run.
+        """
+        raise BindingError(
+            f"backend {self.name!r}: got memory of another library, need one that declares a "
+            "dlpack_device_type"
+        )
+
+    def address(self, array: Array) -> int:
+        """Where a contiguous array is, in the numbers that DLPack has for memory of this kind."""
+        raise BindingError(
+            f"backend {self.name!r}: got a question for an address, need one that declares a "
+            "dlpack_device_type"
+        )
 
     def capture(self, location: DeviceLocation, calls: Sequence[Step]) -> Capture:
         """Record calls without running them. Raises `CaptureError` if one cannot be recorded, such
@@ -277,7 +311,7 @@ def _load(kind: str) -> Backend:
                 f"backend {kind!r}: got {type(e).__name__}: {e} while loading {point.value}, "
                 "need a Backend class"
             ) from e
-        _check_version(kind, point.value, made)
+        _check_backend(kind, made, f" from {point.value}")
         return made
     raise BackendUnavailable(
         f"location kind {kind!r}: got no backend, need one; install a package with an entry point "
@@ -285,23 +319,73 @@ def _load(kind: str) -> Backend:
     )
 
 
-def _check_version(kind: str, where: str, made: object) -> None:
-    version = getattr(made, "api_version", None)
-    if not isinstance(made, Backend) or type(version) is not int or version != API_VERSION:
-        got = f"api_version {version}" if isinstance(made, Backend) else type(made).__name__
+def check_kind(kind: object) -> str:
+    """The kind itself; raises `BackendUnavailable` if no location can have it."""
+    if not isinstance(kind, str) or not _KIND.fullmatch(kind):
         raise BackendUnavailable(
-            f"backend {kind!r}: got {got} from {where}, need a Backend of api_version {API_VERSION}"
+            f"backend: got {kind!r}, need a name such as 'cuda'; 'cuda:0' is one of its locations"
         )
+    return kind
+
+
+def _check_backend(kind: str, made: object, where: str = "") -> None:
+    """Refuse what is no backend of this version, or declares what cannot be read."""
+    if not isinstance(made, Backend):
+        got = repr(made) if made is None or isinstance(made, type) else type(made).__name__
+        raise BackendUnavailable(
+            f"backend {kind!r}: got {got}{where}, need a Backend of api_version {API_VERSION}"
+        )
+    declared = {}
+    for n in ("api_version", "name", "capabilities"):
+        declared[n] = _asked(kind, n, partial(getattr, made, n, None))
+    version, name = declared["api_version"], declared["name"]
+    if type(version) is not int or version != API_VERSION:
+        raise BackendUnavailable(
+            f"backend {kind!r}: got api_version {version}{where}, need a Backend of api_version "
+            f"{API_VERSION}"
+        )
+    if not isinstance(name, str):
+        raise BackendUnavailable(f"backend {kind!r}: got name {name!r}{where}, need a string")
+    wrong = _wrong_capability(declared["capabilities"])
+    if wrong is not None:
+        raise BackendUnavailable(f"backend {kind!r}: got {wrong[0]}{where}, need {wrong[1]}")
+
+
+def _wrong_capability(declared: object) -> tuple[str, str] | None:
+    """What is wrong with the type of a declaration, and what it has to be."""
+    if not isinstance(declared, Capabilities):
+        return f"capabilities {declared!r}", "Capabilities"
+    for n in ("is_async", "capture", "host_memory"):
+        value = getattr(declared, n)
+        if not isinstance(value, bool):
+            return f"capabilities with {n} {value!r}", "True or False"
+    for n, words in (("dtypes", "a frozenset of names"), ("ops", "a frozenset of names, or None")):
+        value = getattr(declared, n)
+        if n == "ops" and value is None:
+            continue
+        if not isinstance(value, frozenset) or not all(isinstance(v, str) for v in value):
+            return f"capabilities with {n} {value!r}", words
+    return None
 
 
 def register_backend(kind: str, backend: Backend) -> None:
-    """Serve a location kind from now on; plans made with an earlier backend are refused."""
+    """Serve a location kind from now on; plans made with an earlier backend are refused.
+
+    `kind` is what locations are called by, whatever the backend's own name. Raises
+    `BackendUnavailable`, and changes nothing, for what is no kind, no `Backend` of this
+    `API_VERSION`, or one that cannot name its devices (it may have none).
+    """
+    _check_backend(check_kind(kind), backend)
+    locations_of(kind, backend)
     registry.replace(kind, backend)
 
 
 def unregister_backend(kind: str) -> None:
-    """Stop serving a location kind; held plans that use it are refused."""
-    registry.replace(kind, None)
+    """Forget the backend that serves a location kind; held plans that use it are refused.
+
+    Whoever names such a location next gets a new backend, if lazykv or a package brings the kind.
+    """
+    registry.replace(check_kind(kind), None)
 
 
 def generation(location: DeviceLocation) -> int:
@@ -346,15 +430,7 @@ def device(spec: DeviceLike) -> Device:
 
 def locations_of(kind: str, backend: Backend) -> tuple[DeviceLocation, ...]:
     """The devices of a backend; raises `BackendUnavailable` if it cannot name them."""
-    try:
-        places = tuple(backend.locations())
-    except LazyKvError:
-        raise
-    except Exception as e:
-        raise BackendUnavailable(
-            f"backend {kind!r}: got {type(e).__name__}: {e} when asked for its devices, need a "
-            "tuple of DeviceLocations"
-        ) from e
+    places: tuple[DeviceLocation, ...] = _asked(kind, "devices", lambda: tuple(backend.locations()))
     strays = [p for p in places if not isinstance(p, DeviceLocation) or p.kind != kind]
     if strays:
         raise BackendUnavailable(
@@ -364,27 +440,14 @@ def locations_of(kind: str, backend: Backend) -> tuple[DeviceLocation, ...]:
     return places
 
 
-def host_array(value: object) -> HostArray:
-    """A caller's array-like, DLPack or buffer object as a NumPy array (no copy where possible)."""
-    if isinstance(value, np.ndarray):
-        return value
-    if hasattr(value, "__dlpack__") and not isinstance(value, np.generic):
-        return _from_dlpack(value)
-    if isinstance(value, bytes):  # NumPy would make a string of it
-        return np.frombuffer(value, np.uint8)
+def _asked(kind: str, what: str, ask: Callable[[], Any]) -> Any:
+    """What a backend answers; an exception of its own becomes `BackendUnavailable`."""
     try:
-        return np.asarray(value)
-    except ValueError as e:
-        raise ShapeError(f"array: got {type(value).__name__}: {e}, need a rectangular one") from e
-
-
-def _from_dlpack(value: Any) -> HostArray:
-    try:
-        return np.from_dlpack(value)
+        return ask()
     except LazyKvError:
         raise
-    except (BufferError, RuntimeError) as e:  # NumPy's words for the memory of a device
-        raise BindingError(
-            f"array: got {type(value).__name__}: {e}, need memory that the host can read; copy it "
-            "first, with to('cpu'), get() or to_numpy()"
+    except (Exception, SystemExit) as e:  # some packages leave when a driver is missing
+        raise BackendUnavailable(
+            f"backend {kind!r}: got {type(e).__name__}: {e} when asked for its {what}, need an "
+            "answer"
         ) from e

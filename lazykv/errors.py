@@ -12,6 +12,10 @@ class LazyKvError(Exception):
     op: object = None
     """The op whose queued work failed, where an asynchronous backend knows it."""
 
+    refused: tuple[object, ...] | None = None
+    """For a refusal that was found late, after the work given behind it had run too: the ops that
+    refused, which have written nothing. None: no work behind the failed one has run."""
+
 
 class ShapeError(LazyKvError, ValueError):
     """A rank, an extent or a byte length is not what the rule needs."""
@@ -52,6 +56,10 @@ class StorageTornError(LazyKvError, RuntimeError):
 class BackendUnavailable(LazyKvError, RuntimeError):
     """No working backend serves the location; the message says what to install."""
 
+    ops: tuple[str, ...] = ()
+    """Names of ops without a kernel on the location: the one that a graph asks for, then what its
+    lowering led to; the last is the one of the message. Empty if the backend itself is missing."""
+
 
 class EnvironmentMissing(LazyKvError, OSError):
     """Something outside the program is missing: network, pip, a writable folder, an extra."""
@@ -66,7 +74,8 @@ class TopologyChanged(LazyKvError, RuntimeError):
 
 
 class KernelError(LazyKvError, RuntimeError):
-    """A kernel failed while a plan ran; names the node and its inputs."""
+    """A kernel failed while a plan ran, which names the node and its inputs; or a backend failed at
+    another call, which names the location and the call."""
 
 
 class CaptureError(LazyKvError, RuntimeError):

@@ -1,20 +1,50 @@
 """One thread at a time: what a cache or a context holds while a verb reads, writes and moves on."""
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from weakref import WeakSet
 
 from lazykv.errors import SessionBusy
+
+
+class Locked(Protocol):
+    """An object with a lock of its own, which `free` replaces by one that nobody holds."""
+
+    def free(self) -> None: ...
+
+
+_locked: WeakSet[Locked] = WeakSet()
+
+
+def free_after_fork(locked: Locked) -> None:
+    """Remember an object whose lock another thread may hold when the process forks: in the child
+    that thread is gone."""
+    _locked.add(locked)
+
+
+def _after_fork() -> None:
+    for each in _locked:
+        each.free()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 class Owner:
     """A lock that is never waited for: a second thread gets `SessionBusy`, the same one nests."""
 
-    __slots__ = ("_lock",)
+    __slots__ = ("__weakref__", "_lock")
 
     def __init__(self) -> None:
+        self.free()
+        free_after_fork(self)
+
+    def free(self) -> None:
         self._lock = threading.RLock()
 
     @contextmanager

@@ -37,12 +37,13 @@ class RowLog:
         made.written[: len(self.written)] = self.written
         return made
 
-    def check(self, who: str, start: int, end: int, now: NDArray[np.bool_] | None = None) -> None:
-        """Refuse a read of rows start..end unless each was written before, or is in `now`."""
+    def check(
+        self, who: str, rows: slice | NDArray[np.int64], now: NDArray[np.bool_] | None = None
+    ) -> None:
+        """Refuse a read of rows unless each was written before, or is in `now`."""
         known = self.written if now is None else self.written | now
-        missing = np.flatnonzero(~known[start:end])
+        missing = np.arange(len(known))[rows][~known[rows]]
         if missing.size:
             raise RangeError(
-                f"{who}: got a read of row {start + int(missing[0])} of {self.name}, need a row "
-                "that was written"
+                f"{who}: got a read of row {missing[0]} of {self.name}, need a row that was written"
             )

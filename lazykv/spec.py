@@ -11,8 +11,9 @@ from lazykv.errors import DTypeError, RangeError, ShapeError
 
 Shape: TypeAlias = tuple[int, ...]
 
-# NumPy cannot address more than 2**63 - 1 bytes; larger products are input errors, not overflow.
+# What NumPy can address: larger shapes are input errors, not overflow.
 MAX_BYTES = 2**63 - 1
+MAX_RANK = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +52,24 @@ def as_shape(who: str, shape: Sequence[SupportsIndex] | SupportsIndex) -> Shape:
         if n < 0 or isinstance(item, bool):
             raise ShapeError(f"{who}: got extent {item!r} in {items!r}, need integers >= 0")
         out.append(n)
-    if math.prod(out) > MAX_BYTES:
+    if len(out) > MAX_RANK:
+        raise ShapeError(f"{who}: got {len(out)} extents, need at most {MAX_RANK}")
+    if _without_zeros(out) > MAX_BYTES:
         raise ShapeError(f"{who}: got shape {tuple(out)}, need fewer than 2**63 elements")
     return tuple(out)
+
+
+def check_size(who: str, spec: Spec) -> Spec:
+    """A spec that an array can have, empty ones included: their strides count bytes too."""
+    if spec.rank > MAX_RANK:
+        raise ShapeError(f"{who}: got rank {spec.rank}, need at most {MAX_RANK}")
+    if _without_zeros(spec.shape) * spec.dtype.itemsize > MAX_BYTES:
+        raise ShapeError(f"{who}: got {spec}, need fewer than 2**63 bytes, extents of 0 apart")
+    return spec
+
+
+def _without_zeros(shape: Sequence[int]) -> int:
+    return math.prod(shape) or math.prod(n or 1 for n in shape)
 
 
 def as_axis(who: str, axis: SupportsIndex, rank: int) -> int:
@@ -81,7 +97,7 @@ def finite(name: str, value: Any) -> float:
     """A caller's real number; NaN and inf are mistakes here, not values."""
     try:
         number = float(value) if not isinstance(value, str | bytes) else math.nan
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
         raise RangeError(f"{name}: got {value!r}, need a finite number")

@@ -43,6 +43,13 @@ class LostBackend(HalfBackend):
     def locations(self):
         raise OSError("the driver is gone")
 
+class ClosedBackend(HalfBackend):
+    def locations(self):
+        raise SystemExit(0)
+
+class UndeclaredBackend(HalfBackend):
+    capabilities = None
+
 class StrangeBackend(HalfBackend):
     def locations(self):
         return ("strange:0",)
@@ -63,6 +70,8 @@ silent = half_backend:SilentBackend
 none = half_backend:NoBackend
 leaving = half_backend:LeavingBackend
 lost = half_backend:LostBackend
+closed = half_backend:ClosedBackend
+undeclared = half_backend:UndeclaredBackend
 strange = half_backend:StrangeBackend
 namesake = half_backend:NamesakeBackend
 """,
@@ -77,7 +86,7 @@ def installed(tmp_path, monkeypatch):
         path.write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     yield
-    for kind in ("half", "lost", "strange", "namesake"):
+    for kind in ("half", "lost", "closed", "strange", "namesake"):
         registry.backends.pop(kind, None)
     sys.modules.pop("half_backend", None)
 
@@ -95,6 +104,8 @@ def test_a_backend_is_found_by_name(installed):
         ("missing:0", "AttributeError"),
         ("leaving:0", "SystemExit: no licence"),
         ("lost:0", "OSError: the driver is gone"),
+        ("closed:0", "SystemExit: 0 when asked for its devices"),
+        ("undeclared:0", "capabilities None from half_backend:UndeclaredBackend"),
         ("strange:0", "'strange:0' among its devices"),
         ("namesake:0", "name='cpu'"),
     ],

@@ -50,6 +50,14 @@ CASES: list[Case] = [
     ("extent type", lambda n: n.p((2.0,)), ShapeError, ["2.0", "integer"]),  # type: ignore[arg-type]
     ("shape type", lambda n: n.p(2.5), ShapeError, ["2.5"]),  # type: ignore[arg-type]
     ("alloc size", lambda n: n.g.alloc((2**40, 2**40), "f32"), ShapeError, ["alloc", "2**63"]),
+    ("alloc bytes", lambda n: n.g.alloc((2**61,), "f32"), ShapeError, ["alloc", "2**63 bytes"]),
+    ("alloc nothing", lambda n: n.p((2**60, 0), "f64"), ShapeError, ["f64[", "extents of 0"]),
+    ("rank of a source", lambda n: n.p((1,) * 65), ShapeError, ["placeholder", "65", "64"]),
+    ("rank of a view", lambda n: n.p((1,) * 64).unsqueeze(0), ShapeError, ["unsqueeze", "65"]),
+    ("bytes of a view", lambda n: n.p((1,), "f64").broadcast_to(2**60), ShapeError,
+     ["broadcast_to", "f64[1152921504606846976]"]),
+    ("bytes of a product", lambda n: n.p((2**40, 1)) @ n.p((1, 2**40)), ShapeError,
+     ["matmul", "2**63"]),
     ("const dtype", lambda n: n.g.const(np.zeros(2), "f32"), DTypeError, ["f64[2]", "f32"]),
     ("const fraction", lambda n: n.g.const([1.5], "i32"), DTypeError, ["const", "i32"]),
     ("const too large", lambda n: n.g.const([300], "u8"), DTypeError, ["300", "0..255"]),
@@ -157,6 +165,13 @@ CASES: list[Case] = [
     ("length", lambda n: lk.attention(n.q, n.k, n.k, length=6), RangeError, ["6", "<= 5"]),
     ("length below Sq", lambda n: lk.attention(n.q, n.k, n.k, length=1), RangeError, ["1", "2 <="]),
     ("rows below Sq", lambda n: lk.attention(n.p((1, 2, 6, 8)), n.k, n.k), RangeError, ["5", "6"]),
+    ("no rows", lambda n: lk.attention(n.q, n.p((1, 2, 0, 8)), n.p((1, 2, 0, 8))), RangeError,
+     ["got 2 queries over 0 rows", "at least as many"]),
+    ("rows below a length on the device", lambda n: lk.attention(
+        n.p((1, 2, 6, 8)), n.k, n.k, length=n.at0), RangeError, ["6 queries over 5 rows"]),
+    ("no latent rows", lambda n: lk.latent_attention(
+        n.p((1, 2, 1, 8)), n.p((1, 2, 1, 4)), n.p((0, 8)), n.p((0, 4)), scale=1.0), RangeError,
+     ["latent_attention: got 1 queries over 0 rows"]),
     ("length kind", lambda n: lk.attention(n.q, n.k, n.k, length=n.s), ShapeError, ["f32[]"]),
     ("K3 integer mask", lambda n: lk.attention(n.q, n.k, n.k, mask=n.p((2, 5), "i32")), DTypeError,
      ["i32[2,5]", "bool or additive f32"]),

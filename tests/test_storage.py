@@ -1,4 +1,6 @@
 import array
+import itertools
+import random
 import sys
 import threading
 import time
@@ -18,7 +20,7 @@ from lazykv.errors import (
     StorageLockError,
     StorageTornError,
 )
-from lazykv.storage import acquire_all, as_host_bytes, release_all
+from lazykv.storage import acquire_all, as_host_bytes, overlapping, release_all
 
 
 def storage(n: int = 4) -> lk.Storage:
@@ -281,9 +283,9 @@ def test_acquire_all_takes_all_or_none() -> None:
         acquire_all([(a, True), (b, False)])
     b.torn = False
     claims = [(a, True), (b, False)]
-    acquire_all(claims)
+    hold = acquire_all(claims)
     assert a.lock.gate.locked()
-    release_all(claims)
+    release_all(claims, hold)
     with a.write(), b.write():
         pass
 
@@ -356,15 +358,125 @@ def test_ST6_numpy_and_buffers_see_the_same_memory() -> None:
         assert memoryview(storage(2)).nbytes == 8
 
 
-def test_bytes_like_input_is_flattened() -> None:
-    strided = np.arange(6, dtype=np.int16).reshape(2, 3).T
-    assert as_host_bytes("t", b"ab").tolist() == [97, 98]
-    assert as_host_bytes("t", memoryview(bytearray(6))[::2]).tolist() == [0, 0, 0]
-    assert as_host_bytes("t", strided).tobytes() == np.ascontiguousarray(strided).tobytes()
+EXPORTS: dict[str, Callable[[lk.Storage], object]] = {
+    "array": np.asarray,
+    "array copy": np.array,
+    "dlpack": np.from_dlpack,
+    "wrap": lk.Storage.wrap,
+    "from_array": lk.Storage.from_array,
+    "bytes": lambda s: as_host_bytes("t", s),
+}
+if sys.version_info >= (3, 12):
+    EXPORTS["buffer"] = memoryview
 
 
-def test_ragged_and_textual_data_is_refused() -> None:
-    with pytest.raises(ShapeError, match="rectangular"):
-        lk.Storage.from_array([[1, 2], [3]])
-    with pytest.raises(DTypeError):
-        lk.Storage.from_array("abc")
+@pytest.mark.parametrize("export", EXPORTS.values(), ids=EXPORTS)
+def test_ST1_a_torn_storage_is_given_away_by_no_export(
+    export: Callable[[lk.Storage], object],
+) -> None:
+    store = storage()
+    with pytest.raises(KeyboardInterrupt):
+        fail_midway(store)
+    with pytest.raises(StorageTornError, match="rewritten whole"):
+        export(store)
+    with store.write() as a:
+        a[...] = 1
+    export(store)
+
+
+@pytest.mark.parametrize("dt", ["f32", "bf16", "u8"])
+def test_ST6_frozen_memory_is_exported_read_only(dt: str) -> None:
+    g = lk.Graph()
+    const = g.const(np.zeros(2, lk.dtype(dt).numpy)).data
+    assert const is not None
+    assert const.frozen
+    seen = [np.asarray(const), *([np.from_dlpack(const)] if dt != "bf16" else [])]
+    if sys.version_info >= (3, 12):
+        seen.append(np.asarray(memoryview(const)))
+    for view in seen:
+        assert np.shares_memory(view, const.array)
+        with pytest.raises(ValueError, match="read-only"):
+            view[0] = 9
+    again = lk.Storage.wrap(const)
+    assert again.frozen
+    with pytest.raises(BindingError, match="read-only"), again.write():
+        pass
+    np.array(const)[0] = 9  # a copy is the caller's
+    assert const.to_numpy().tolist() == [0, 0]
+    assert np.asarray(storage()).flags.writeable
+
+
+def test_ST6_read_only_memory_is_refused_to_who_cannot_be_told() -> None:
+    """DLPack before 1.0 has no word for it."""
+    const = lk.Graph().const(np.zeros(2, np.float32)).data
+    frozen = np.zeros(2, np.float32)
+    frozen.flags.writeable = False
+    for store in (const, lk.Storage.wrap(frozen)):
+        assert store is not None
+        for options in ({}, {"max_version": None}, {"max_version": (0, 8)}):
+            with pytest.raises((BindingError, BufferError)):
+                store.__dlpack__(**options)
+    storage().__dlpack__()
+
+
+@pytest.mark.parametrize("dt", ["f32", "bf16", "f8_e4m3"])
+def test_ST1_from_array_copies_a_storage_under_its_lock(dt: str) -> None:
+    store = lk.Storage.from_array(np.zeros(4, lk.dtype(dt).numpy))
+    copies: list[lk.Storage] = []
+    reader = threading.Thread(target=lambda: copies.append(lk.Storage.from_array(store)))
+    with store.write() as a:
+        a[:2] = 1
+        reader.start()
+        reader.join(0.05)
+        assert not copies
+        a[2:] = 1
+    reader.join(20)
+    np.testing.assert_array_equal(copies[0].to_numpy(), store.to_numpy())
+    assert copies[0].spec == store.spec
+    assert not np.shares_memory(copies[0].array, store.array)
+    assert lk.Storage.from_array(store, "sim:0").to_numpy().tolist() == store.to_numpy().tolist()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_storages_over_one_memory_are_found(seed: int) -> None:
+    rng = random.Random(seed)
+    memories = [np.zeros(64, np.uint8) for _ in range(2)]
+    storages: list[lk.Storage | None] = []
+    elements: list[set[tuple[int, int]]] = []
+    writable: list[bool] = []
+    for n in range(12):
+        kind = rng.choice(["none", "own", "again", "lent", "lent", "lent", "frozen"])
+        which, start, size = rng.randint(0, 1), rng.randint(0, 60), rng.randint(0, 8)
+        part = memories[which][start : start + size]
+        part.flags.writeable = kind != "frozen"
+        if kind == "again" and n:
+            at = rng.randrange(n)
+            storages.append(storages[at])
+            elements.append(elements[at])
+            writable.append(writable[at])
+            continue
+        lent = kind in ("lent", "frozen")
+        own = lk.Storage.from_array(part) if kind != "none" else None
+        storages.append(lk.Storage.wrap(part) if lent else own)
+        elements.append({(which, i) for i in range(start, start + len(part))} if lent else set())
+        writable.append(kind == "lent")
+    want = [
+        (n, m)
+        for n, m in itertools.combinations(range(12), 2)
+        if storages[n] is not storages[m]
+        and elements[n] & elements[m]
+        and (writable[n] or writable[m])
+    ]
+    assert overlapping(storages) == want
+
+
+def test_shapes_that_no_array_has_are_refused() -> None:
+    with pytest.raises(ShapeError, match="65 extents, need at most 64"):
+        lk.Storage.allocate((1,) * 65, "u8")
+    assert lk.Storage.allocate((1,) * 64, "u8").to_numpy().ndim == 64
+    for shape, dt in (((2**62, 0), "f64"), ((2**60, 0, 1), "f64"), ((2**61,), "f32")):
+        with pytest.raises(ShapeError, match=r"fewer than 2\*\*63 bytes"):
+            lk.Storage.allocate(shape, dt)
+    with pytest.raises(ShapeError, match=r"fewer than 2\*\*63 elements"):
+        lk.Storage.allocate((2**63, 0), "u8")
+    assert lk.Storage.allocate((2**59, 0, 1), "f64").to_numpy().shape == (2**59, 0, 1)

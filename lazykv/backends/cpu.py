@@ -35,6 +35,7 @@ from lazykv.device import (
     Kernel,
     Step,
 )
+from lazykv.dlpack import HOST, Lent, host_view
 from lazykv.dtypes import DType, f32
 from lazykv.errors import OutOfMemory
 from lazykv.layout import Layout
@@ -66,6 +67,7 @@ class CpuBackend(Backend):
     api_version: ClassVar[int] = API_VERSION
     capabilities = Capabilities(host_memory=True)
     survives_fork: ClassVar[bool] = True
+    dlpack_device_type: ClassVar[int | None] = HOST
     xp = np
 
     def locations(self) -> tuple[DeviceLocation, ...]:
@@ -84,6 +86,14 @@ class CpuBackend(Backend):
         assert isinstance(layout.offset, int), "a view is made when its offset is known"
         strides = tuple(s * dtype.itemsize for s in layout.strides)
         return np.lib.stride_tricks.as_strided(line[layout.offset :], layout.shape, strides)
+
+    def adopt(self, memory: Lent, location: DeviceLocation) -> Array:
+        where = memory.address, memory.read_only
+        bytes_ = {"shape": (memory.nbytes,), "typestr": "|u1", "data": where, "version": 3}
+        return host_view(bytes_, memory)
+
+    def address(self, array: Array) -> int:
+        return int(array.ctypes.data)
 
     def copy_in(self, dest: Array, source: HostArray) -> None:
         dest[...] = source

@@ -15,11 +15,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import numpy as np
 
 from lazykv.backends.cpu import CpuBackend
+from lazykv.backends.sim_memory import Block, SimArray
 from lazykv.device import (
     API_VERSION,
     Array,
@@ -31,6 +32,7 @@ from lazykv.device import (
     Kernel,
     Step,
 )
+from lazykv.dlpack import EXTENSION, Lent
 from lazykv.dtypes import DType
 from lazykv.errors import (
     BindingError,
@@ -48,47 +50,25 @@ from lazykv.symbols import ScalarSlot
 DEVICES = 2
 
 
-class SimArray:
-    """A handle to memory of a simulated device; only its backend can open it."""
+class _Giver:
+    """A thread that gives work, and the first failure of it that the thread has not been told."""
 
-    __slots__ = ("__weakref__", "_data", "block", "location")
+    __slots__ = ("failure",)
 
-    def __init__(self, data: HostArray, location: DeviceLocation, block: "_Block") -> None:
-        self._data = data
-        self.location = location
-        # Views keep it alive; queued work does not, as on a device.
-        self.block = block
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._data.shape
-
-    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
-        raise BindingError(
-            f"{self!r}: got a host access, need a copy; use Storage.to_numpy() or to('cpu')"
-        )
-
-    __array__ = __dlpack__ = __dlpack_device__ = __iter__ = __len__ = _refuse
-    __getitem__ = __setitem__ = _refuse
-
-    def __repr__(self) -> str:
-        return f"SimArray({self._data.dtype}{list(self._data.shape)} on {self.location})"
-
-
-class _Block:
-    """One allocation; its bytes are free when no handle refers to it any more."""
-
-    __slots__ = ("__weakref__",)
+    def __init__(self) -> None:
+        self.failure: LazyKvError | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """One queued call, what to call it when it fails, and the op it is part of."""
+    """One queued call, what to call it when it fails, the op it is part of, and who gave it (None:
+    it runs whatever has failed)."""
 
     label: str
     op: object
     run: Callable[..., object]
     args: tuple[Any, ...]
+    giver: _Giver | None = None
 
 
 class Event:
@@ -108,59 +88,105 @@ class Event:
 
 
 class Stream:
-    """Work of one device, in order. Nothing runs until somebody waits for it."""
+    """Work of one device, in order. Nothing runs until somebody waits for it.
+
+    Threads share it. After a failure nothing more of what its thread gave runs until that thread
+    has waited and been told; the work of others goes on.
+    """
 
     def __init__(self, location: DeviceLocation, backend: "SimBackend") -> None:
         self.location = location
         self.queue: deque[_Work] = deque()
-        self.recording: list[_Work] | None = None
         self._backend = backend
+        self._thread = threading.local()
         self._busy = False
 
     @property
     def idle(self) -> bool:
         return not self.queue and not self._busy
 
+    @property
+    def recording(self) -> list[_Work] | None:
+        """Where this thread's work goes while it captures."""
+        return getattr(self._thread, "recording", None)
+
+    def record_calls(self, calls: Sequence[Step]) -> list[_Work]:
+        """What calls give, which is not queued."""
+        self._thread.recording = recorded = list[_Work]()
+        try:
+            for f, args in calls:
+                f(*args)
+        finally:
+            self._thread.recording = None
+        return recorded
+
     def push(self, label: str, run: Callable[..., object], *args: Any, op: object = None) -> None:
-        into = self.queue if self.recording is None else self.recording
-        into.append(_Work(label, op, run, args))
+        work = _Work(label, op, run, args, self._backend.giver)
+        (self.queue if self.recording is None else self.recording).append(work)
+
+    def push_always(self, label: str, run: Callable[..., object], *args: Any) -> None:
+        """What runs whatever has failed: events, and the end of an allocation."""
+        self.queue.append(_Work(label, None, run, args))
+
+    def replay(self, recorded: Sequence[_Work]) -> None:
+        giver = self._backend.giver
+        self.queue.extend(_Work(w.label, w.op, w.run, w.args, giver) for w in recorded)
 
     def record(self) -> Event:
         event = Event(self)
-        self.push("event", event.reach)
+        self.push_always("event", event.reach)
         return event
 
     def wait(self, event: Event) -> None:
         """What is pushed from now on runs after the event."""
-        self.push("wait", event.complete)
+        self.push_always("wait", event.complete)
 
     def run_one(self) -> None:
-        work = self.queue.popleft()
-        self._busy = True
+        self._busy = True  # before the queue is empty, or memory of this work might be let go
         try:
-            with np.errstate(all="ignore"):
-                work.run(*work.args)
-        except LazyKvError as e:
-            self.queue.clear()  # what depends on the failed work must not run
-            e.op = e.op or work.op
-            raise
-        except Exception as e:
-            self.queue.clear()
-            kind = OutOfMemory if isinstance(e, MemoryError) else KernelError
-            failure = kind(f"{work.label}: got {type(e).__name__}: {e}, need it to run")
-            failure.op = work.op
-            raise failure from e
+            work = self.queue.popleft()
+            if work.giver is None or work.giver.failure is None:
+                self._run(work)
         finally:
             self._busy = False
 
+    def _run(self, work: _Work) -> None:
+        try:
+            with np.errstate(all="ignore"):
+                work.run(*work.args)
+        except BaseException as e:
+            if work.giver is not None:
+                work.giver.failure = _failure(e, work)  # what depends on it must not run
+            if work.giver is None or not isinstance(e, Exception):
+                raise
+
     def drain(self) -> None:
+        """Run everything; raises what has failed of this thread's work."""
         with self._backend.running:
             while self.queue:
                 self.run_one()
+        giver = self._backend.giver
+        failure, giver.failure = giver.failure, None
+        if failure is not None:
+            raise failure
 
     def refuse_in_capture(self, what: str) -> None:
         if self.recording is not None:
             raise CaptureError(f"capture on {self.location}: got {what}, need queued work only")
+
+
+def _failure(e: BaseException, work: _Work) -> LazyKvError:
+    """The error to raise for queued work that failed; it names the op, and so does what interrupted
+    the wait for it."""
+    if not isinstance(e, Exception):
+        vars(e)["op"] = work.op
+    if isinstance(e, LazyKvError):
+        e.op = e.op or work.op
+        return e
+    kind = OutOfMemory if isinstance(e, MemoryError) else KernelError
+    failure = kind(f"{work.label}: got {type(e).__name__}: {e}, need it to run")
+    failure.op, failure.__cause__ = work.op, e
+    return failure
 
 
 class SimCapture:
@@ -172,7 +198,7 @@ class SimCapture:
 
     def replay(self) -> None:
         self._stream.refuse_in_capture("a replay")
-        self._stream.queue.extend(self.work)
+        self._stream.replay(self.work)
 
 
 class SimBackend(Backend):
@@ -181,6 +207,7 @@ class SimBackend(Backend):
     name: ClassVar[str] = "sim"
     api_version: ClassVar[int] = API_VERSION
     capabilities = Capabilities(is_async=True, capture=True)
+    dlpack_device_type: ClassVar[int | None] = EXTENSION
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         self.limit_bytes = limit_bytes
@@ -188,7 +215,9 @@ class SimBackend(Backend):
         self.counts = dict.fromkeys(("allocation", "copy", "kernel"), 0)
         self._failing: dict[str, int] = {}
         self._cpu = CpuBackend()
-        self._used = dict.fromkeys(self.locations(), 0)
+        self._thread = threading.local()
+        # Bytes and device by address. No total: two threads that add to one lose a change.
+        self._live: dict[int, tuple[int, DeviceLocation]] = {}
         self._streams = {place: Stream(place, self) for place in self.locations()}
 
     def locations(self) -> tuple[DeviceLocation, ...]:
@@ -196,10 +225,18 @@ class SimBackend(Backend):
 
     def used_bytes(self, location: DeviceLocation) -> int:
         """Bytes allocated on a device and not yet freed."""
-        return self._used[location]
+        return sum(n for n, place in list(self._live.values()) if place == location)
 
     def stream(self, location: DeviceLocation) -> Stream:
         return self._streams[location]
+
+    @property
+    def giver(self) -> _Giver:
+        """The thread that calls, as its queued work knows it."""
+        if not hasattr(self._thread, "giver"):
+            self._thread.giver = _Giver()
+        giver: _Giver = self._thread.giver
+        return giver
 
     def fail(self, what: str, at: int) -> None:
         """Let the `at`-th ``"allocation"``, ``"copy"`` or ``"kernel"`` from now fail, once."""
@@ -219,7 +256,7 @@ class SimBackend(Backend):
 
     def allocate(self, nbytes: int, location: DeviceLocation) -> Array:
         self._streams[location].refuse_in_capture(f"an allocation of {nbytes} bytes")
-        free = None if self.limit_bytes is None else self.limit_bytes - self._used[location]
+        free = None if self.limit_bytes is None else self.limit_bytes - self.used_bytes(location)
         if self._count("allocation") or (free is not None and nbytes > free):
             have = "none" if free is None else f"at most {free}"
             raise OutOfMemory(
@@ -227,8 +264,8 @@ class SimBackend(Backend):
             )
         data = self._cpu.allocate(nbytes, location)
         data.fill(PATTERN)
-        self._used[location] += nbytes
-        block = _Block()
+        self._live[self._cpu.address(data)] = nbytes, location
+        block = Block()
         weakref.finalize(block, self._free, data, location)
         return SimArray(data, location, block)
 
@@ -237,16 +274,29 @@ class SimBackend(Backend):
 
         A capture is no such work. It has to keep what it uses.
         """
-        self._used[location] -= data.nbytes
+        del self._live[self._cpu.address(data)]
         stream = self._streams[location]
         if stream.idle:
             data.fill(PATTERN)
         else:
-            stream.queue.append(_Work("free", None, data.fill, (PATTERN,)))
+            stream.push_always("free", data.fill, PATTERN)
 
     def view(self, buffer: Array, dtype: DType, layout: Layout) -> Array:
         data = self._cpu.view(buffer._data, dtype, layout)
         return SimArray(data, buffer.location, buffer.block)
+
+    def adopt(self, memory: Lent, location: DeviceLocation) -> Array:
+        """Only what this backend has allocated: other devices share its DLPack device type."""
+        end = memory.address + memory.nbytes
+        starts = (s for s in list(self._live) if s <= memory.address)
+        gone = 0, location
+        if not any(end <= s + self._live.get(s, gone)[0] for s in starts):
+            raise BindingError(f"adopt on {location}: got {memory}, need memory of {location}")
+        # Queued work keeps the bytes too, so whoever lends them gets them back when it has run.
+        return SimArray(self._cpu.adopt(memory, location), location, Block())
+
+    def address(self, array: Array) -> int:
+        return self._cpu.address(array._data)
 
     # Copies
 
@@ -287,13 +337,7 @@ class SimBackend(Backend):
     def capture(self, location: DeviceLocation, calls: Sequence[Step]) -> SimCapture:
         stream = self._streams[location]
         stream.refuse_in_capture("another capture")
-        stream.recording = []
-        try:
-            for f, args in calls:
-                f(*args)
-            return SimCapture(stream, stream.recording)
-        finally:
-            stream.recording = None
+        return SimCapture(stream, stream.record_calls(calls))
 
     def kernel(self, op: Any, ins: tuple[Spec, ...], out: Spec) -> Kernel | None:
         inner = self._cpu.kernel(op, ins, out)

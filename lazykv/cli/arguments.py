@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import NoReturn, TypeAlias
 
 from lazykv.cli.exits import UsageError
-from lazykv.device import DeviceLocation
+from lazykv.device import DeviceLocation, check_kind
 from lazykv.dtypes import dtype
 from lazykv.errors import LazyKvError
 
@@ -39,6 +39,11 @@ def number(text: str) -> float:
 def dtype_name(text: str) -> str:
     """The name of an element type."""
     return _checked(lambda: dtype(text).name)
+
+
+def kind_name(text: str) -> str:
+    """A well-formed kind of locations."""
+    return _checked(lambda: check_kind(text))
 
 
 def location_name(text: str) -> str:

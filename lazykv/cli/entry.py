@@ -26,12 +26,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A terminal that cannot show a character shows a mark; text is no reason to stop.
         sys.stdout.reconfigure(errors="replace")
     try:
-        args = _parser().parse_args(argv)
+        try:
+            args = _parser().parse_args(argv)
+        except SystemExit:  # argparse leaves this way after --help and --version
+            return OK
         run: Command = args.run
         code = run(args)
         sys.stdout.flush()
-    except SystemExit as e:  # argparse leaves this way after --help and --version
-        return int(e.code or 0)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # standard output must lead somewhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
-    except Exception as e:
+    except (Exception, SystemExit) as e:  # a driver or a kernel may leave; the command has not
         print(f"lazykv: {error_line(e)}", file=sys.stderr)
         return exit_code(e)
     return code

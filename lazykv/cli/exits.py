@@ -20,6 +20,8 @@ USAGE = 2
 ENVIRONMENT_MISSING = 3
 INTERRUPTED = 130
 """128 + SIGINT, as shells report it."""
+ENDED = 100
+"""Added to the exit code of a command that another process runs to its end."""
 
 
 class UsageError(Exception):
@@ -49,7 +51,7 @@ def exit_code(error: BaseException) -> int:
     return next((code for kind, code in EXIT_CODES if isinstance(error, kind)), CHECK_FAILED)
 
 
-def error_line(error: Exception) -> str:
+def error_line(error: BaseException) -> str:
     """A failure in one line; the kind of one that nobody put into words is named."""
     text = " ".join(str(error).split())
     if isinstance(error, LazyKvError | UsageError):

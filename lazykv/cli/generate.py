@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lazykv import counters
-from lazykv.cli.arguments import count
+from lazykv.cli.arguments import count, location_name
 from lazykv.cli.exits import OK, UsageError
 from lazykv.cli.models import add_model, add_sampling, check_sampling, load_model, text_from
 from lazykv.kv.pairs import KvPairCache
@@ -51,6 +51,10 @@ def add_commands(commands: Any) -> None:
         "--max-seq-len", type=count, metavar="N",
         help="most rows of the cache, prompt included (default: the model's context)",
     )  # fmt: skip
+    parser.add_argument(
+        "--device", type=location_name, metavar="LOCATION", default="cpu",
+        help="where the cache lives and the model runs (default cpu)",
+    )  # fmt: skip
     add_sampling(parser)
     parser.add_argument("--stats", action="store_true", help="counts and speed, on standard error")
     parser.add_argument("--json", action="store_true", help="one JSON object at the end, no stream")
@@ -60,9 +64,10 @@ def add_commands(commands: Any) -> None:
 def _generate(args: argparse.Namespace) -> int:
     check_sampling(args)
     prompt = _prompt(args.prompt)
+    ctx = InferenceContext(args.device)  # a device that is not there is told before a model loads
     model = load_model(args)
     text = model.chat_prompt([{"role": "user", "content": prompt}]) if args.chat else prompt
-    run = _Run(model, model.tokenizer.with_bos(model.tokenizer.encode(text)), args)
+    run = _Run(model, model.tokenizer.with_bos(model.tokenizer.encode(text)), args, ctx)
     for piece in run.pieces():
         if not args.json:
             sys.stdout.write(piece)
@@ -89,13 +94,15 @@ def _prompt(argument: str) -> str:
 class _Run:
     """One generation, and what is to be told about it."""
 
-    def __init__(self, model: LlamaModel, ids: list[int], args: argparse.Namespace) -> None:
+    def __init__(
+        self, model: LlamaModel, ids: list[int], args: argparse.Namespace, ctx: InferenceContext
+    ) -> None:  # fmt: skip
         self.model = model
         self.prompt_ids = ids
         self.ids: list[int] = []
         self.texts: list[str] = []
         self.finish_reason: str | None = None
-        self.ctx = InferenceContext()
+        self.ctx = ctx
         self.plans_before = counters.stats().plans_built
         limit = args.max_seq_len or model.config.context_length
         if len(ids) > limit:
@@ -103,7 +110,9 @@ class _Run:
                 f"PROMPT: got {len(ids)} tokens, need at most {limit}; --max-seq-len sets the limit"
             )
         # The last token's row is never needed, so the budget counts one less.
-        self.cache: KvPairCache = model.new_cache(min(limit, len(ids) + args.max_new_tokens - 1))
+        self.cache: KvPairCache = model.new_cache(
+            min(limit, len(ids) + args.max_new_tokens - 1), device=ctx.device
+        )
         self.started = self.first = self.ended = time.perf_counter()
         self.stream = generate(
             model, ids, args.max_new_tokens, args.temperature, args.top_k, args.top_p, args.seed,

@@ -39,7 +39,7 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     """TARGET and its options."""
     parser.add_argument("target", metavar="TARGET", help=HELP)
     sizes = parser.add_argument_group("sizes of the graph")
-    sizes.add_argument("--layers", type=count, metavar="N", help="layers (default 2)")
+    sizes.add_argument("--layers", type=count, metavar="N", help="layers (default 2, at most 400)")
     sizes.add_argument("--heads", type=count, metavar="N", help="key/value heads (default 2)")
     sizes.add_argument("--head-dim", type=count, metavar="N", help="width of a head (default 8)")
     sizes.add_argument(
@@ -64,7 +64,13 @@ def document(args: argparse.Namespace) -> Document:
     return describe(target.outputs, device=args.device, effects=target.effects, title=args.target)
 
 
+MOST_LAYERS = 400
+"""Several times what models have; to plan this many takes seconds."""
+
+
 def _target(args: argparse.Namespace) -> Target:
+    if args.layers is not None and args.layers > MOST_LAYERS:
+        raise UsageError(f"--layers: got {args.layers}, need at most {MOST_LAYERS}")
     if args.seq > args.max_seq_len:
         raise UsageError(
             f"--seq: got {args.seq} rows, need at most --max-seq-len, which is {args.max_seq_len}"

@@ -4,12 +4,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from lazykv.backend_call import BackendCall
 from lazykv.compiler.carried import CarriedInput, advance_of
 from lazykv.compiler.program import Program
-from lazykv.device import HostArray, device, host_array
+from lazykv.device import HostArray, device
 from lazykv.dtypes import dtype, to_raw
 from lazykv.errors import BindingError
 from lazykv.graph import Tensor
+from lazykv.interchange import host_array
 from lazykv.ops.sources import Alloc, Placeholder
 from lazykv.spec import Spec
 from lazykv.storage import Claim, Storage, overlapping
@@ -20,7 +22,7 @@ class LeafBindings:
 
     `inputs` are the buffers of leaves that take arrays, and `refills` the arrays that have to be
     copied in anew before every pass, because the pass writes into them. `carried` are inputs that
-    are fed and that the pass moves on.
+    are fed and that the pass moves on, `unsure` those that were given to a pass that failed.
     """
 
     def __init__(
@@ -32,6 +34,7 @@ class LeafBindings:
         self.inputs: dict[int, Storage] = {}
         self.refills: dict[int, HostArray] = {}
         self.carried: dict[int, CarriedInput] = {}
+        self.unsure: set[int] = set()
         self.stale = set(range(len(self.leaves)))
         self.position = {t: n for n, t in enumerate(self.leaves)}
         for n, t in enumerate(self.leaves):
@@ -45,7 +48,7 @@ class LeafBindings:
     @property
     def own_bytes(self) -> int:
         """Bytes of input buffers, made or still to be made, and of allocations."""
-        total = sum(s.nbytes for s in self.inputs.values())
+        total = sum(s.nbytes for n, s in self.inputs.items() if s is self.storages[n])
         for t, s in zip(self.leaves, self.storages, strict=True):
             if isinstance(t.op, Alloc) or (s is None and isinstance(t.op, Placeholder)):
                 total += t.spec.nbytes
@@ -75,6 +78,7 @@ class LeafBindings:
 
     def put(self, n: int, value: Storage | HostArray) -> None:
         """Bind what `admit` gave."""
+        self.unsure.discard(n)
         if isinstance(value, Storage):
             self._drop_input(n)
             self._point(n, value)
@@ -83,8 +87,21 @@ class LeafBindings:
         if self.program.leaves[n].written:
             self.refills[n] = np.array(value)
             return
-        with store.write() as dest:
+        with store.write() as dest, BackendCall(store.location, "copy_in"):
             device(store.location).backend.copy_in(dest, value)
+
+    def bind(self, n: int, value: Storage | HostArray) -> None:
+        """`put`, and the wait for the copy: later it would fail in a pass that was not given it."""
+        try:
+            self.put(n, value)
+            store = self.inputs.get(n)
+            if store is not None:
+                with BackendCall(store.location, "synchronize"):
+                    store.made_by.synchronize(store.location)
+        except BaseException:
+            if self.storages[n] is self.inputs.get(n):
+                self.unsure.add(n)
+            raise
 
     def feeder(self, n: int) -> Callable[[HostArray], object]:
         """What a held plan calls to copy into a leaf's own buffer, which becomes bound to it."""
@@ -100,7 +117,8 @@ class LeafBindings:
         """Copy arrays in again that the last pass wrote into."""
         for n, data in self.refills.items():
             store = self.inputs[n]
-            device(store.location).backend.copy_in(store.array, data)
+            with BackendCall(store.location, "copy_in"):
+                device(store.location).backend.copy_in(store.array, data)
 
     def input_buffer(self, n: int) -> Storage:
         """Memory for a placeholder that takes arrays, made once; not bound by this."""
@@ -128,6 +146,14 @@ class LeafBindings:
             self._drop_input(n)
         self.storages = after
 
+    def check_inputs(self) -> None:
+        """Refuse a pass whose inputs may hold part of what an earlier one was given."""
+        for n in self.unsure:
+            raise BindingError(
+                f"placeholder {leaf_name(self.leaves[n], n)}: got no binding since a pass failed, "
+                f"need {self.leaves[n].spec} again"
+            )
+
     def _drop_input(self, n: int) -> None:
         self.inputs.pop(n, None)
         self.refills.pop(n, None)
@@ -138,7 +164,8 @@ class LeafBindings:
             self.stale.add(n)
 
     def check(self, storages: Sequence[Storage | None]) -> None:
-        """Refuse leaves without a binding, and memory that several share if one is written."""
+        """Refuse leaves without a binding, storages of a backend that was replaced, and memory that
+        several share if one is written."""
         users: dict[int, list[int]] = {}
         for n, store in enumerate(storages):
             if store is None:
@@ -146,6 +173,7 @@ class LeafBindings:
                     f"placeholder {leaf_name(self.leaves[n], n)}: got no binding, need "
                     f"{self.leaves[n].spec}"
                 )
+            store.check_backend()
             if self.program.leaves[n].written:
                 store.check_writable()
             users.setdefault(store.id, []).append(n)

@@ -8,7 +8,9 @@ has values that only the host knows, so it cannot be captured.
 from collections.abc import Sequence
 from typing import Any
 
+from lazykv.backend_call import BackendCall
 from lazykv.compiler.ir import Output
+from lazykv.compiler.kernels import emit, find_kernel
 from lazykv.compiler.program import Program
 from lazykv.compiler.registers import Registers
 from lazykv.device import Call, DeviceLocation, Step, device
@@ -41,7 +43,8 @@ class CapturedCalls:
                 calls += self._hand_over(step.op.position, registers.array_of(step.inputs[0]))
             else:
                 calls += registers.calls_of(n)
-        self._capture = self._backend.capture(place, calls)
+        with BackendCall(place, "capture"):
+            self._capture = self._backend.capture(place, calls)
 
     def replay(self) -> None:
         """Run everything once more; the results are in the plan's registers when it returns."""
@@ -52,10 +55,11 @@ class CapturedCalls:
     def _hand_over(self, position: int, source: Any) -> Sequence[Step]:
         result = self._results[position]
         op, spec = Copy(str(result.location)), result.spec
-        kernel = self._backend.kernel(op, (spec,), spec)
+        kernel = find_kernel(result.location, op, (spec,), spec)
         if kernel is None:
             raise CaptureError(f"capture: got no kernel for copies on {result.location}, need one")
-        return list(kernel.emit(Call(op, (source,), result.array, (spec,), spec, (), [])))
+        call = Call(op, (source,), result.array, (spec,), spec, (), [])
+        return emit(result.location, kernel, call)
 
 
 def _check(program: Program, symbols: Sequence[Sym]) -> DeviceLocation:

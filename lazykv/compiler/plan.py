@@ -3,16 +3,18 @@
 import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from lazykv import config, counters
+from lazykv.backend_call import BackendCall
 from lazykv.compiler.bindings import LeafBindings, distinct_names, leaf_name
 from lazykv.compiler.captured import CapturedCalls
-from lazykv.compiler.failures import account, step_of_op, tear
+from lazykv.compiler.failures import account
 from lazykv.compiler.manifest import Manifest
-from lazykv.compiler.program import Program, ProgramStep
+from lazykv.compiler.program import Home, Program, ProgramStep
 from lazykv.compiler.registers import Registers, Staged
 from lazykv.compiler.row_watch import RowWatch
 from lazykv.device import (
@@ -26,7 +28,6 @@ from lazykv.dtypes import to_logical
 from lazykv.errors import (
     BindingError,
     GraphError,
-    KernelError,
     LazyKvError,
     RangeError,
     SessionBusy,
@@ -36,6 +37,7 @@ from lazykv.errors import (
 from lazykv.graph import Tensor
 from lazykv.ids import PlanId, next_plan_id
 from lazykv.ops.sources import Placeholder
+from lazykv.owner import free_after_fork
 from lazykv.storage import Claim, Storage, acquire_all, release_all
 from lazykv.symbols import EnvLike, Sym, SymEnv, as_int
 
@@ -65,7 +67,8 @@ class Plan:
         # By id: a plan does not keep the nodes of its graph.
         self._traced = tuple(t.node_id for t in traced)
         self._values = [0] * len(self.symbols)
-        self.running = threading.Lock()
+        self.free()
+        free_after_fork(self)
         # False where a failed write can have touched only rows that nobody counts.
         self.tears = True
         # True once a session relies on what is bound, and feeds the inputs by itself.
@@ -73,13 +76,22 @@ class Plan:
         self._registers = Registers(program)
         self._calls: list[Step] = []
         self._captured: CapturedCalls | None = None
+        self._complete = False
         self._claims: tuple[Claim, ...] = ()
         self._watch: RowWatch | None = None
-        self._epoch = registry.epoch
-        self._generations = {place: generation(place) for place in program.locations}
+        # Those of when its graph was traced: a backend replaced since then is noticed by the first
+        # pass, whose epoch differs.
+        self._epoch = -1
+        traced_at = dict(program.generations)
+        self._generations = {place: traced_at[place] for place in program.locations}
+        self._unawaited = program.unawaited
         self._bytes_moved = sum(_moved(program, s) for s in program.steps)
         if not self.leaves:  # nothing will ever be bound
             self._commit(self._registers.stage((), ()))
+
+    def free(self) -> None:
+        """Let nobody run this plan."""
+        self.running = threading.Lock()
 
     # What a plan is
 
@@ -109,7 +121,7 @@ class Plan:
         for n, (name, t, s) in enumerate(
             zip(leaves, self.leaves, self._bound.storages, strict=True)
         ):
-            if s is not None and n not in self._bound.inputs:
+            if s is not None and s is not self._bound.inputs.get(n):
                 baked[f"storage:{name}"] = int(s.id)
             elif isinstance(t.op, Placeholder):
                 bound[name] = str(t.spec)
@@ -150,12 +162,14 @@ class Plan:
 
         A tensor the plan does not need is ignored. Raises `BindingError` unless shape, dtype and
         location are what the placeholder declares (nothing is cast), and if a session holds the
-        plan.
+        plan. After a copy that failed the placeholder has to be bound again.
         """
         n = self._bound.position.get(tensor)
         if n is not None:
             self._refuse_held()
-            self._bound.put(n, self._bound.admit(n, value))
+            admitted = self._bound.admit(n, value)
+            self._complete = False
+            self._bound.bind(n, admitted)
 
     def _refuse_held(self) -> None:
         if self.held:
@@ -209,6 +223,7 @@ class Plan:
 
     def _commit(self, staged: Staged) -> None:
         self._captured = None  # it refers to the old memory
+        self._complete = False
         self._calls = self._registers.commit(staged)
         self._claims = self._bound.claims()
         if config.POISON:
@@ -225,9 +240,15 @@ class Plan:
     def capture(self) -> None:
         """Record the calls, so that every later pass replays them at once.
 
-        Nothing runs. Raises `CaptureError` if this plan or its backend cannot be captured. Binding
-        another storage drops the recording, and so does `drop_capture`.
+        Nothing runs. Raises `CaptureError` if this plan or its backend cannot be captured, and
+        `SessionBusy` while a pass runs. Binding another storage drops the recording, and so does
+        `drop_capture`.
         """
+        with self.alone("a capture"):
+            self.record()
+
+    def record(self) -> None:
+        """`capture`, for the thread that has the plan to itself already."""
         self.check_topology()
         self.resolve()
         self._captured = CapturedCalls(
@@ -239,8 +260,11 @@ class Plan:
         self._captured = None
 
     def read(self, tensor: Tensor) -> HostArray:
-        """What a node held in the last pass, a fresh copy; GraphError if nothing computes it or if
-        its memory has been used again since."""
+        """What a node held in the last pass, a fresh copy; a bound storage is read as it is now.
+
+        Raises GraphError if nothing computes the node, if its memory has been used again since, or
+        if no pass has completed since the plan was bound, and `SessionBusy` while one runs.
+        """
         if tensor.node_id not in self._traced:
             raise GraphError(f"plan {self.id}: got {tensor!r}, need a node that it was made from")
         node = self.program.node_of[self._traced.index(tensor.node_id)]
@@ -250,17 +274,32 @@ class Plan:
                 f"plan {self.id}: got {tensor!r}, whose memory was used again or which became part "
                 "of another node, need one that is left; make it a target"
             )
-        return self._registers.copy_out(register)
+        with self.alone("a read"):
+            if not self._complete:
+                raise GraphError(f"plan {self.id}: got a read of {tensor!r}, need a pass before it")
+            at = self.program.registers[register]
+            store = self._bound.storages[at.index] if at.home is Home.LEAF else None
+            with nullcontext() if store is None else store.read():
+                return self._registers.copy_out(register)
+
+    @contextmanager
+    def alone(self, who: str) -> Iterator[None]:
+        """Have the plan to oneself, or `SessionBusy`."""
+        if not self.running.acquire(blocking=False):
+            raise SessionBusy(f"plan {self.id}: got {who} while it runs, need one thread at a time")
+        try:
+            yield
+        finally:
+            self.running.release()
 
     # Running
 
     def run(self, bindings: Bindings | None = None, env: EnvLike = None) -> Any:
-        """Bind, check, run; returns one fresh array, or a list if the plan was made for a list."""
-        if not self.running.acquire(blocking=False):
-            raise SessionBusy(
-                f"plan {self.id}: got a call while it runs, need one thread at a time"
-            )
-        try:
+        """Bind, check, run; returns one fresh array, or a list if the plan was made for a list.
+
+        Arrays given to a pass that fails have to be given again.
+        """
+        with self.alone("a call"):
             if bindings is not None and not isinstance(bindings, Mapping):
                 got = type(bindings).__name__
                 raise BindingError(f"plan {self.id}: got bindings {got}, need a mapping of Tensors")
@@ -272,11 +311,14 @@ class Plan:
             self.set_symbols(env)
             if checked:
                 bound.check(bound.after(checked))
-            for n, value in checked:
-                bound.put(n, value)
-            results = self.execute()
-        finally:
-            self.running.release()
+            try:
+                for n, value in checked:
+                    self._complete = False
+                    bound.put(n, value)
+                results = self.execute()
+            except BaseException:
+                bound.unsure |= {n for n, v in checked if not isinstance(v, Storage)}
+                raise
         return results[0] if self.single else results
 
     def set_symbols(self, env: EnvLike) -> None:
@@ -309,19 +351,24 @@ class Plan:
             self.check_topology()
         if self._bound.stale:
             self.resolve()
+        if self._bound.unsure:
+            self._bound.check_inputs()
         if self._bound.refills:
             self._bound.refill()
         carried = [(c, c.begin()) for c in self._bound.carried.values()]
+        self._complete, recording = False, self._captured
         claims = self._claims
-        acquire_all(claims)
+        hold = acquire_all(claims)
         try:
             if self._watch is not None:
                 self._watch.begin()
-            calls = iter(self._calls if self._captured is None else [(self._captured.replay, ())])
+            calls = iter(self._calls if recording is None else [(recording.replay, ())])
             try:
                 with np.errstate(all="ignore"):  # inf and NaN are results, not news
                     for f, args in calls:
                         f(*args)
+                for place in self._unawaited:  # a failure is told by the pass that it is part of
+                    device(place).backend.synchronize(place)
             except BaseException as e:
                 error = self._failed(e, calls)
                 if error is e:
@@ -333,8 +380,9 @@ class Plan:
             if self._watch is not None:
                 self._watch.end()
         finally:
-            release_all(claims)
+            release_all(claims, hold)
         self.runs += 1
+        self._complete = True
         counters.add(kernels_run=len(self.program.steps), bytes_moved=self._bytes_moved)
         for c, left in carried:
             c.value = left
@@ -344,36 +392,37 @@ class Plan:
             for array, spec in zip(results, self.program.results, strict=True)
         ]
 
-    def synchronize(self) -> None:
-        """Wait for the passes so far; raises the first failure of work that was still queued.
-
-        Results wait by themselves. This is for passes that are run for what they write.
-        """
-        try:
-            for place in self.program.locations:
-                device(place).backend.synchronize(place)
-        except KernelError as e:
-            step = step_of_op(self.program, e.op)
-            if step is not None and self.tears:
-                tear(self.program, self._bound.storages, step)
-            raise
+    def _settle(self) -> list[LazyKvError]:
+        """After a failure: wait for what was given before it, so that no later pass is told of it.
+        Returns what failed as well, which is no news."""
+        failed = []
+        for place in self.program.locations:
+            try:
+                with BackendCall(place, "synchronize"):
+                    device(place).backend.synchronize(place)
+            except LazyKvError as e:
+                failed.append(e)
+        return failed
 
     def check_topology(self) -> None:
         """Refuse to run against another backend than the one planned for."""
+        epoch = registry.epoch
         for place, planned in self._generations.items():
             now = generation(place)
             if now != planned:
                 raise TopologyChanged(
                     f"plan {self.id}: got generation {now} of {place}, need {planned}; plan again"
                 )
-        self._epoch = registry.epoch
+        self._epoch = epoch
 
     def _failed(self, e: BaseException, calls: Iterator[Step]) -> BaseException:
         """The error to raise, once the storages written so far are accounted for."""
         left = calls.__length_hint__()  # type: ignore[attr-defined]
         step_at = self._registers.step_of_call(len(self._calls) - left - 1)
         self._registers.take_results()
-        return account(e, self.program, self._bound.storages, step_at, tears=self.tears)
+        return account(
+            e, self.program, self._bound.storages, step_at, tears=self.tears, others=self._settle()
+        )
 
 
 def _out_of_bounds(who: str, what: str, value: int, low: int, high: int) -> LazyKvError:

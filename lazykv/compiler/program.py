@@ -7,15 +7,17 @@ registers, where every register says which buffer it lies in and how.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from lazykv.compiler.effects import clone_destinations
 from lazykv.compiler.ir import IR, Node, Output, Place
+from lazykv.compiler.kernels import find_kernel, no_kernel, scratch_of
 from lazykv.compiler.memory import Interval, assign, last_uses
 from lazykv.compiler.ordering import Edge, Order, order
 from lazykv.compiler.placement import place
 from lazykv.compiler.rewrite import rewrite
 from lazykv.compiler.trace import Condition, Trace, stand_in
-from lazykv.device import DeviceLocation, Kernel, device
+from lazykv.device import DeviceLocation, Kernel
 from lazykv.layout import Layout
 from lazykv.ops.op import Op
 from lazykv.ops.sources import Alloc, Const, Placeholder
@@ -125,9 +127,21 @@ class Program:
     key: tuple[object, ...]
 
     @property
+    def generations(self) -> tuple[tuple[DeviceLocation, int], ...]:
+        """Of every location, when the graph was traced."""
+        last: Any = self.key[-1]
+        return tuple((DeviceLocation(name), count) for name, count in last)
+
+    @property
     def locations(self) -> tuple[DeviceLocation, ...]:
         """Every location the program touches, by name."""
         return tuple(sorted({r.location for r in self.registers}, key=str))
+
+    @property
+    def unawaited(self) -> tuple[DeviceLocation, ...]:
+        """The locations whose last step is no result: handing those out does not wait for it."""
+        last = {self.registers[s.output].location: s.op for s in self.steps}
+        return tuple(where for where, op in last.items() if not isinstance(op, Output))
 
     def register_left(self, node: int) -> int | None:
         """The register that still holds a node's value after a pass, or None if its bytes were used
@@ -268,14 +282,17 @@ class _Assembler:
         node = self.ir[index]
         if isinstance(node.op, Output):
             return None
-        kernel = device(node.location).backend.kernel(node.op, self._specs(index), node.spec)
-        assert kernel is not None, "rewriting lowered every op without a kernel"
+        specs = self._specs(index)
+        kernel = find_kernel(node.location, node.op, specs, node.spec)
+        if kernel is None:  # of a copy that keeps old bytes: all others have been asked for
+            raise no_kernel(node.location, node.op, specs)
         return kernel
 
     def _scratch(self, index: int, kernel: Kernel | None) -> tuple[Spec, ...]:
         if kernel is None:
             return ()
-        return tuple(kernel.scratch(self.ir[index].op, self._specs(index), self.ir[index].spec))
+        node = self.ir[index]
+        return scratch_of(node.location, kernel, node.op, self._specs(index), node.spec)
 
     def _find_leaves(self) -> None:
         """Leaves in the order of the trace; an Alloc is one only if the trace keeps it."""

@@ -8,7 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lazykv.backend_call import BackendCall
 from lazykv.compiler.ir import Output
+from lazykv.compiler.kernels import emit
 from lazykv.compiler.program import Home, Program, ProgramStep, Register
 from lazykv.device import (
     Array,
@@ -105,7 +107,8 @@ class Registers:
     def copy_out(self, register: int) -> HostArray:
         """A host copy of what a register holds now, in its logical dtype."""
         r = self.program.registers[register]
-        array = device(r.location).backend.copy_out(_now(self._arrays[register], self.scalars))
+        with BackendCall(r.location, "copy_out"):
+            array = device(r.location).backend.copy_out(_now(self._arrays[register], self.scalars))
         return to_logical(array, r.spec.dtype)
 
     def step_of_call(self, index: int) -> int:
@@ -144,7 +147,7 @@ class Registers:
         )
         if any(isinstance(a, Moving) for a in (*operands, out)):
             return [(_run_moving, (step.kernel, call))]
-        return step.kernel.emit(call)
+        return emit(registers[step.output].location, step.kernel, call)
 
     def take_results(self) -> list[HostArray]:
         """The results of this pass; the next pass makes new ones."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lazykv.compiler.ir import IR, Node, Place, place_of
-from lazykv.device import Backend, DeviceLocation, device
+from lazykv.compiler.kernels import find_kernel, no_kernel
+from lazykv.device import DeviceLocation
 from lazykv.dtypes import f32
-from lazykv.errors import BackendUnavailable
 from lazykv.ops.move import Cast
 from lazykv.ops.op import Op
 from lazykv.ops.sources import Alloc, Const, Placeholder
@@ -27,6 +27,8 @@ class _Rewriter:
     location: DeviceLocation | None = None
     origin: int | None = None
     reason: str | None = None
+    lowering: tuple[str, ...] = ()
+    """Names of the ops whose lowerings are being built, the outermost first."""
 
     def spec(self, value: int) -> Spec:
         return self.ir[value].spec
@@ -60,21 +62,19 @@ class _Rewriter:
         return index
 
     def lower(self, node: Node) -> int:
-        outer = (self.location, self.origin, self.reason)
+        outer = (self.location, self.origin, self.reason, self.lowering)
         self.location, self.origin = node.location, node.origin
+        self.lowering = (*self.lowering, node.op.name)
         self.reason = f"{node.op.name} has no kernel on {node.location}"
         value = None
         if type(node.op).lower is not Op.lower:  # widening may need a cast that has no kernel
             value = node.op.lower(self, *(self.widened(i) for i in node.inputs))
         if value is not None and self.spec(value).dtype is not node.spec.dtype:
             value = self.apply(Cast(node.spec.dtype), value)
-        self.location, self.origin, self.reason = outer
+        self.location, self.origin, self.reason, self.lowering = outer
         if value is None:
-            specs = ", ".join(str(self.ir[i].spec) for i in node.inputs)
-            raise BackendUnavailable(
-                f"{node.op.name}: got {specs} on {node.location}, need a kernel, a portable body "
-                "or a lowering, and its backend has none"
-            )
+            specs = [self.spec(i) for i in node.inputs]
+            raise no_kernel(node.location, node.op, specs, self.lowering)
         return value
 
     def widened(self, value: int) -> int:
@@ -87,9 +87,8 @@ def _runs(node: Node, ir: IR) -> bool:
     """Whether the node's backend has a kernel for it (sources that hold data need none)."""
     if isinstance(node.op, Const | Placeholder | Alloc):
         return True
-    backend: Backend = device(node.location).backend
     specs = tuple(ir[i].spec for i in node.inputs)
-    return backend.kernel(node.op, specs, node.spec) is not None
+    return find_kernel(node.location, node.op, specs, node.spec) is not None
 
 
 def rewrite(ir: IR) -> tuple[IR, list[int]]:

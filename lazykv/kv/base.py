@@ -61,6 +61,8 @@ class RowCache:
         """Storage was replaced: plans and savepoints made for the old one end here."""
         self._alloc_id = next_alloc_id()
         self._savepoints.clear()
+        for session in self.held.values():
+            session.retire()
         self.held.clear()
 
     # Length

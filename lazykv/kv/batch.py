@@ -29,7 +29,10 @@ def as_index(who: str, index: Sequence[SupportsIndex], batch: int) -> list[int]:
 
 
 def reorder_rows(storages: Sequence[Storage], index: Sequence[int], live: int) -> None:
-    """Permute (or repeat) the sequences of each storage in place, over the live rows."""
+    """Permute (or repeat) the sequences of each storage in place, over the live rows.
+
+    A failure after some of them have moved tears all: together they are no cache any more.
+    """
     if not storages or live == 0 or list(index) == list(range(len(index))):
         return
     for storage in storages:
@@ -42,10 +45,16 @@ def reorder_rows(storages: Sequence[Storage], index: Sequence[int], live: int) -
         slab = graph.const(storage).slice(2, 0, rows)
         writes.append(slab.write_slice(slab.take(order), [(0, n) for n in slab.shape]))
     logs = [storage.row_log for storage in storages]
+    before = [storage.version for storage in storages]
     for storage in storages:
         storage.row_log = None
     try:
         run_effects(writes)
+    except BaseException:
+        if any(s.torn or s.version != v for s, v in zip(storages, before, strict=True)):
+            for storage in storages:
+                storage.torn = True
+        raise
     finally:  # moving rows writes none that was not written before
         for storage, log in zip(storages, logs, strict=True):
             storage.row_log = log

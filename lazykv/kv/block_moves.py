@@ -121,7 +121,6 @@ class BlockMoves:
 def _run(made: Plan, bindings: Mapping[Tensor, HostArray], env: Mapping[Sym, int]) -> None:
     """A move, and the wait for it: a failure is the caller's, not that of whoever waits next."""
     made.run(bindings, env)
-    made.synchronize()
 
 
 def _untorn(made: Plan) -> Plan:

@@ -18,6 +18,7 @@ from lazykv.kv.rows import check_layers, count, counts
 from lazykv.kv.slots import places, zeroed
 from lazykv.owner import exclusive
 from lazykv.spec import whole
+from lazykv.storage import overlapping
 
 
 class KvCache(KvPairCache):
@@ -187,6 +188,20 @@ class KvCache(KvPairCache):
                     f"{who}: got a storage that layer {other} holds, need separate ones, because "
                     "every layer is written"
                 )
+        self._check_memory(who, index, layer)
+
+    def _check_memory(self, who: str, index: int, layer: KvLayer) -> None:
+        """Refuse a layer whose rows, when written, would show up in another slot."""
+        slots = [(index, half, layer.slot(half)) for half in KvSlot]
+        for other, known in enumerate(self._layers):
+            if other != index and known is not None:
+                slots += [(other, half, known.slot(half)) for half in KvSlot]
+        for pair in overlapping([storage for _, _, storage in slots]):
+            first, second = (self._log_name(*slots[n][:2]) for n in pair)
+            raise BindingError(
+                f"{who}: got one memory for {first} and {second}, need separate ones, because "
+                "every slot is written"
+            )
 
     # Writing
 

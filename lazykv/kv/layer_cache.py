@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lazykv import config as settings
-from lazykv.device import HostArray, host_array
+from lazykv.device import HostArray
 from lazykv.dtypes import dtype, f32
 from lazykv.errors import (
     BindingError,
@@ -21,10 +21,13 @@ from lazykv.errors import (
     ShapeError,
     StorageTornError,
 )
+from lazykv.interchange import host_array
 from lazykv.kv.rows import count
+from lazykv.locks import ReadWriteLock, new_hold
+from lazykv.ops.rounding import nearest
 from lazykv.poison import RowLog
 from lazykv.spec import Spec
-from lazykv.storage import ReadWriteLock, Storage
+from lazykv.storage import Storage
 
 R = TypeVar("R")
 Row = NDArray[np.float32]
@@ -204,7 +207,7 @@ class LayerKvCache:
     def _row(self, what: str, value: object) -> Row:
         array = host_array(value)
         if isinstance(value, list | tuple) and array.dtype.kind in "iuf":
-            array = array.astype(np.float32)  # Python numbers have no dtype that could differ
+            array = nearest(array, f32)  # Python numbers have no dtype that could differ
         spec = Spec(array.shape, dtype(array.dtype))
         if array.shape != (self.config.token_width,):
             need = Spec((self.config.token_width,), f32)
@@ -289,15 +292,16 @@ class LayerKvCache:
 
     @contextmanager
     def _writing(self, who: str) -> Iterator[None]:
-        self._shared.lock.acquire_write(f"LayerKvCache.{who}")
+        owner = self._shared.lock.acquire_write(f"LayerKvCache.{who}")
         try:
             yield
         finally:
-            self._shared.lock.release_write()
+            self._shared.lock.release_write(owner)
 
     @contextmanager
     def _reading(self, who: str, start: int, end: int) -> Iterator[tuple[Row, Row]]:
-        self._shared.lock.acquire_read()
+        hold = new_hold()
+        self._shared.lock.acquire_read(hold)
         try:
             storage, length = self._buffer(who), self._shared.length
             if not start <= end <= length:
@@ -306,12 +310,12 @@ class LayerKvCache:
                     f"length {length}"
                 )
             if storage.row_log is not None:
-                storage.row_log.check(f"LayerKvCache.{who}", start, end)
+                storage.row_log.check(f"LayerKvCache.{who}", slice(start, end))
             rows = storage.array[:, start:end]
             rows.flags.writeable = False
             yield rows[0], rows[1]
         finally:
-            self._shared.lock.release_read()
+            self._shared.lock.release_read(hold)
 
     def __repr__(self) -> str:
         c, n = self.config, self._shared.length

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from lazykv import config
+from lazykv.backend_call import BackendCall
 from lazykv.device import DeviceLike, DeviceLocation, HostArray, device
 from lazykv.dtypes import DType, DTypeLike, dtype, to_logical
 from lazykv.errors import DTypeError, RangeError, ShapeError
@@ -200,7 +201,7 @@ class DeviceKvPool(KvBlockPool):
         _, b, storage = self._slot_of("read_block", layer, slot, block)
         layout = Layout.contiguous(storage.shape).slice(0, b, 1)
         backend = _device(self._location).backend
-        with storage.read() as array:
+        with storage.read() as array, BackendCall(storage.location, "copy_out"):
             rows = backend.copy_out(backend.view(array, self.dtype, layout))
         block_rows: HostArray = to_logical(rows, self.dtype)[0]
         return block_rows

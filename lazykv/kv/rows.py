@@ -10,10 +10,11 @@ from typing import SupportsIndex
 
 import numpy as np
 
-from lazykv.device import HostArray, host_array
+from lazykv.device import HostArray
 from lazykv.dtypes import DType, dtype
 from lazykv.errors import DTypeError, RangeError, ShapeError
 from lazykv.graph import Graph, Tensor
+from lazykv.interchange import host_array
 from lazykv.kv.layer import KvSlot
 from lazykv.runtime.realize import run_effects
 from lazykv.spec import MAX_BYTES, Shape, Spec, whole

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, SupportsIndex
 
 from lazykv import config
+from lazykv.backend_call import BackendCall
 from lazykv.device import CPU, DeviceLike, DeviceLocation, HostArray, device
 from lazykv.dtypes import DType, to_logical
 from lazykv.errors import BindingError, GraphError, RangeError, ShapeError
@@ -283,7 +284,7 @@ class SlotCache(RowCache):
     ) -> tuple[Storage, HostArray]:
         storage, _ = self._writable(who, layer, slot)
         if storage.row_log is not None:  # what append returns will hold these rows
-            storage.row_log.check(who, 0, self._cached_len)
+            storage.row_log.check(who, slice(self._cached_len))
         lead, trail = self._row_shape(slot)
         return storage, as_rows(who, self._slot_names()[slot], value, storage.dtype, lead, trail)
 
@@ -313,14 +314,14 @@ class SlotCache(RowCache):
     def _rows(self, who: str, storage: Storage, start: int, n: int) -> HostArray:
         """Read-only rows start..start+n of a slot: a view, or a copy if not on the host."""
         if storage.row_log is not None:
-            storage.row_log.check(who, start, start + n)
+            storage.row_log.check(who, slice(start, start + n))
         if storage.location == CPU:
             at = (slice(None),) * self.row_axis + (slice(start, start + n),)
             view = to_logical(storage.array, storage.dtype)[at]
         else:
             layout = Layout.contiguous(storage.shape).slice(self.row_axis, start, n)
             backend = device(storage.location).backend
-            with storage.read() as array:
+            with storage.read() as array, BackendCall(storage.location, "copy_out"):
                 rows = backend.copy_out(backend.view(array, storage.dtype, layout))
             view = to_logical(rows, storage.dtype)
         view.flags.writeable = False

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 import numpy as np
 from numpy.typing import NDArray
 
-from lazykv.device import DeviceLike, DeviceLocation
+from lazykv.device import DeviceLike, DeviceLocation, generation
 from lazykv.device import device as find_device
 from lazykv.dtypes import DTypeLike, f32
 from lazykv.dtypes import dtype as find_dtype
@@ -68,7 +68,7 @@ class LlamaModel:
         self.instance_id = ModelInstanceId()
         self.weights_epoch = 0
         self._key: tuple[object, ...] | None = None
-        self._placed: dict[tuple[DeviceLocation, ...], LlamaWeights] = {}
+        self._placed: dict[tuple[tuple[DeviceLocation, int], ...], LlamaWeights] = {}
         self._placed_epoch = 0
         self._tokenizer = tokenizer
         self.rope = RopeTable(config)
@@ -226,10 +226,12 @@ class LlamaModel:
         slot = ("llama", self.instance_id, seq, every)
         held: DecodeSession | None = cache.held.pop(slot, None)
         if held is None or not held.is_valid_for(cache, seq=seq, model_key=self.model_key):
+            if held is not None:
+                held.retire()
             held = self._plan(cache, seq, ctx, every)
         cache.held[slot] = held
         while len(cache.held) > HELD_PLANS:
-            del cache.held[next(iter(cache.held))]
+            cache.held.pop(next(iter(cache.held))).retire()
         return held
 
     def step_graph(self, cache: KvPairCache, seq: int = 1, *, every: bool = False) -> StepGraph:
@@ -247,15 +249,19 @@ class LlamaModel:
         )  # fmt: skip
 
     def weights_for(self, cache: KvPairCache | DeviceKvPool) -> LlamaWeights:
-        """The weights where the cache's layers are; copies are made once per set of places."""
+        """The weights where the cache's layers are; copies are made once per set of places, and
+        again where a backend was replaced."""
         slots = [cache.slot_storage(i, KvSlot.K) for i in range(cache.n_layers())]
         places = tuple(s.location for s in slots if s is not None)
         if self._placed_epoch != self.weights_epoch:
             self._placed.clear()
             self._placed_epoch = self.weights_epoch
-        if places not in self._placed:
-            self._placed[places] = place_weights(self.weights, places)
-        return self._placed[places]
+        there = tuple((p, generation(p)) for p in places)
+        if there not in self._placed:
+            for gone in [k for k in self._placed if any(generation(p) != n for p, n in k)]:
+                del self._placed[gone]
+            self._placed[there] = place_weights(self.weights, places)
+        return self._placed[there]
 
     def _plan(
         self, cache: KvPairCache, seq: int, ctx: InferenceContext | None, every: bool

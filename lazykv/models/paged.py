@@ -98,6 +98,8 @@ class PagedDecoder:
         key = self.model.model_key
         held = self._held.get((size, seq))
         if held is None or not held.is_valid_for(self.pool, seq=seq, model_key=key):
+            if held is not None:
+                held.retire()
             held = self._held[size, seq] = self._plan(size, seq)
         return held
 

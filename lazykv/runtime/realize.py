@@ -77,7 +77,6 @@ def run_effects(
     try:
         made = plan([], bindings, effects=effects)
         made.run(env=env)
-        made.synchronize()
     finally:
         effects[0].graph.drop_nodes()
 
@@ -107,5 +106,4 @@ def _allocate(tensors: Sequence[Tensor]) -> list[Storage]:
         kept[source] = Storage.allocate(source.shape, source.dtype, source.op.location)
     made = plan([], effects=list(tensors), kept=kept)
     made.run()
-    made.synchronize()
     return list(kept.values())

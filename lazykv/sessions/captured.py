@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from lazykv.device import HostArray
-from lazykv.errors import CaptureError
+from lazykv.errors import CaptureError, OutOfMemory
 from lazykv.sessions.decode import DecodeSession
-from lazykv.sessions.rebind import KvRebindSource, RebindRefusal
 from lazykv.symbols import EnvLike
 
 
@@ -20,7 +19,7 @@ class CapturedDecodeSession(DecodeSession):
     Results are bit for bit those of plain steps. Inputs are copied to their fixed places before
     each replay. The recording ends when the session is re-bound, retired, or its plan binds other
     memory; after a re-bind it warms up and captures again. Where the plan or its backend cannot be
-    captured, `reason` says why and steps run plainly.
+    captured, or memory for its results is short, `reason` says why and steps run plainly.
     """
 
     warmup: ClassVar[int] = 1
@@ -30,6 +29,7 @@ class CapturedDecodeSession(DecodeSession):
     captures: int = 0
     replays: int = 0
     _plain: int = 0
+    _short_of_memory: bool = False
     _retired: bool = False
 
     @property
@@ -38,8 +38,6 @@ class CapturedDecodeSession(DecodeSession):
         return self.plan.captured
 
     def step(self, data: Mapping[str, Any], env: EnvLike = None) -> HostArray:
-        if not self.captured and self._plain >= self.warmup:
-            self._capture()
         out = super().step(data, env)
         if self.captured:
             self.replays += 1
@@ -47,23 +45,27 @@ class CapturedDecodeSession(DecodeSession):
             self._plain += 1
         return out
 
-    def _capture(self) -> None:
-        if self._retired or self.reason is not None:
+    def _before_pass(self) -> None:
+        if self.captured or self._retired or self.reason is not None or self._plain < self.warmup:
             return
         try:
-            self.plan.capture()
-        except CaptureError as e:
+            self.plan.record()
+        except (CaptureError, OutOfMemory) as e:
             self.reason = str(e)
+            self._short_of_memory = isinstance(e, OutOfMemory)
             self.history.append(("not captured", self.reason))
         else:
             self.captures += 1
             self.history.append(("captured", self.alloc_id))
+            if self._retired:  # meanwhile, by another thread
+                self.plan.drop_capture()
 
-    def rebind_kv(self, source: KvRebindSource) -> RebindRefusal | None:
-        """Like `DecodeSession.rebind_kv`. The recording is retired first, also if this refuses."""
+    def _before_rebind(self) -> None:
+        """The recording is retired first, also if the re-bind is refused then."""
         self.plan.drop_capture()
         self._plain = 0
-        return super().rebind_kv(source)
+        if self._short_of_memory:
+            self.reason, self._short_of_memory = None, False
 
     def retire(self) -> None:
         self._retired = True

@@ -94,6 +94,9 @@ class InferenceContext:
         return session
 
     def put_decode_session(self, session: "DecodeSession") -> None:
+        """Hold a session; another one that is held is retired."""
+        if self._session is not None and self._session is not session:
+            self._session.retire()
         self._session = session
 
     def has_decode_session(self) -> bool:

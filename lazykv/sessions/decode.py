@@ -10,13 +10,15 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from lazykv.backend_call import typed
 from lazykv.compiler.bindings import check_input
 from lazykv.compiler.plan import Plan
-from lazykv.device import HostArray, host_array
+from lazykv.device import HostArray
 from lazykv.dtypes import to_raw
-from lazykv.errors import BindingError, GraphError, SessionBusy
+from lazykv.errors import BindingError, GraphError, LazyKvError, SessionBusy
 from lazykv.graph import Tensor
 from lazykv.ids import KvAllocId
+from lazykv.interchange import host_array
 from lazykv.ops.sources import Placeholder
 from lazykv.runtime.realize import plan as make_plan
 from lazykv.sessions.context import InferenceContext
@@ -118,13 +120,23 @@ class DecodeSession:
                 ):
                     array = feed.check(array)
                 arrays.append(array)
-            for feed, array in zip(self._feeds, arrays, strict=True):
-                feed.put(array)
+            self._before_pass()
+            try:  # no `with BackendCall`, which is two calls of Python functions per token
+                for feed, array in zip(self._feeds, arrays, strict=True):
+                    feed.put(array)
+            except LazyKvError:
+                raise
+            except Exception as e:
+                places = ", ".join(map(str, plan.program.locations))
+                raise typed(e, places, "feeder") from e
             results = plan.execute()
         finally:
             plan.running.release()
         self.realize_count += 1
         return results[0] if plan.single else results  # type: ignore[return-value]
+
+    def _before_pass(self) -> None:
+        """For a session that does more than walk the calls; the plan is its own meanwhile."""
 
     # Reuse
 
@@ -172,6 +184,7 @@ class DecodeSession:
             )
         try:
             plan.check_topology()
+            self._before_rebind()
             baked = self._baked()
             once = Snapshot(source, baked)
             refusal, incoming = find_refusal(baked, once), once.alloc_id()
@@ -186,6 +199,9 @@ class DecodeSession:
         finally:
             plan.running.release()
         return None
+
+    def _before_rebind(self) -> None:
+        """For a session that keeps something of the old allocation."""
 
     def retire(self) -> None:
         """Drop what was captured of this session: it is about to be let go."""

@@ -16,12 +16,14 @@ from numpy.typing import NDArray
 from lazykv.compiler.bindings import check_input
 from lazykv.compiler.manifest import Manifest
 from lazykv.compiler.plan import Plan
-from lazykv.device import HostArray, device, host_array
+from lazykv.device import HostArray, device
 from lazykv.dtypes import i64, u32
 from lazykv.errors import BindingError, GraphError, PoolError, RangeError, SessionBusy, ShapeError
 from lazykv.graph import Tensor
 from lazykv.ids import KvAllocId, SessionHandle
+from lazykv.interchange import host_array
 from lazykv.kv.pool import NO_BLOCK, DeviceKvPool
+from lazykv.owner import free_after_fork
 from lazykv.pages.steps import PoolStep
 from lazykv.sessions.captured import CapturedDecodeSession
 from lazykv.sessions.context import InferenceContext
@@ -60,7 +62,8 @@ class PagedDecodeSession:
         self.batch, self.max_blocks = bound["block_table"].shape
         self.seq = bound["rows"].shape[0] // self.batch
         self._own = {name: t for name, t in bound.items() if name not in PAGING}
-        self._running = threading.Lock()
+        self.free()
+        free_after_fork(self)
         # A step writes only rows that no session counts before it has ended.
         held.plan.tears = False
 
@@ -112,6 +115,10 @@ class PagedDecodeSession:
                 self.pool.cancel_steps_of(owner)
                 raise
         return out[: n * (out.shape[0] // self.batch)]
+
+    def free(self) -> None:
+        """Let nobody be in a step."""
+        self._running = threading.Lock()
 
     @contextmanager
     def _owned(self, verb: str) -> Iterator[None]:

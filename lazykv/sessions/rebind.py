@@ -166,6 +166,8 @@ def _slot(
         before, after = getattr(old, what), getattr(new, what)
         if before != after:
             return StorageDiffers(layer, which, what, before, after)
+    if not new.is_served_by(old.made_by):
+        return StorageDiffers(layer, which, "backend", old.made_by, new.made_by)
     if new.id in seen:
         return StorageDiffers(layer, which, "id", "a storage of its own", new.id)
     seen.add(new.id)

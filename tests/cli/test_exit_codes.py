@@ -23,6 +23,8 @@ USAGE = {
     "unknown dtype": ["graph", "dump", "append", "--dtype", "f99"],
     "malformed location": ["graph", "dump", "append", "--device", "cuda"],
     "zero layers": ["graph", "dump", "append", "--layers", "0"],
+    "more layers than a model has": ["plan", "append", "--layers", "99999999"],
+    "more layers to decode": ["plan", "decode", "--layers", "401"],
     "negative heads": ["graph", "dump", "append", "--heads", "-1"],
     "not a number": ["graph", "dump", "append", "--layers", "1_0"],
     "odd rotary pairs": ["plan", "decode", "--head-dim", "3"],
@@ -36,6 +38,7 @@ USAGE = {
     "top-p above one": ["generate", "a", "--top-p", "2"],
     "empty stop string": ["generate", "a", "--stop", ""],
     "negative seed": ["generate", "a", "--seed", "-1"],
+    "malformed location to generate on": ["generate", "a", "--device", "sim"],
     "no new tokens": ["generate", "a", "--max-new-tokens", "0"],
     "no file of prompts": ["serve-batch"],
     "file of prompts that is not there": ["serve-batch", "/nowhere/prompts.txt"],
@@ -83,6 +86,20 @@ def test_device_without_backend_is_3(run):
     assert "quantum" in fails(done, 3)
 
 
+def test_a_device_to_generate_on_is_looked_for_before_a_model_is(run):
+    done = run("generate", "a", "--model", "/nowhere/model.gguf", "--device", "sim:9")
+    assert "need one of: sim:0" in fails(done, 3)
+
+
+@pytest.mark.parametrize("left", [SystemExit(0), SystemExit("no licence")])
+def test_a_library_that_leaves_is_a_failure(run, monkeypatch, left):
+    def leaves(*args):
+        raise left
+
+    monkeypatch.setattr("lazykv.cli.graph.document", leaves)
+    assert "SystemExit" in fails(run("graph", "inspect", "append"), 1)
+
+
 @pytest.mark.parametrize("argv", [["generate", "a"], ["plan", "decode:smollm2"]])
 def test_missing_extra_is_3(run, monkeypatch, argv):
     monkeypatch.setitem(sys.modules, "lazykv.models.fetch", None)  # makes importing it fail
@@ -96,7 +113,7 @@ def test_unwritable_cache_folder_is_3(run, monkeypatch, tmp_path):
 
 
 def test_memory_that_is_not_there_is_3(run):
-    size = ["--layers", "4000", "--heads", "4000", "--head-dim", "4000", "--max-seq-len", "4000000"]
+    size = ["--layers", "400", "--heads", "4000", "--head-dim", "4000", "--max-seq-len", "4000000"]
     fails(run("graph", "dump", "append", *size), 3)
 
 

@@ -40,6 +40,28 @@ def test_text_and_ids_are_the_librarys(generate, expected):
     assert (value["text"], value["ids"]) == (text, ids)
 
 
+def test_a_model_runs_where_it_is_told_to(generate, expected, monkeypatch):
+    """The simulated device adds up as the CPU does, so the text is the same."""
+    text, ids = expected("ab c", 12)
+    backend = lk.device("sim:1").backend
+    before = backend.used_bytes(lk.DeviceLocation("sim:1"))
+    caches = []
+    made = lk.models.LlamaModel.new_cache
+
+    def new_cache(self, *args, **kwargs):
+        caches.append(made(self, *args, **kwargs))
+        return caches[-1]
+
+    monkeypatch.setattr(lk.models.LlamaModel, "new_cache", new_cache)
+    value = json.loads(
+        generate("ab c", "--max-new-tokens", "12", "--json", "--device", "sim:1").out
+    )
+    assert (value["text"], value["ids"]) == (text, ids)
+    (cache,) = caches
+    assert str(cache.device_location()) == "sim:1"
+    assert backend.used_bytes(lk.DeviceLocation("sim:1")) - before >= value["stats"]["cache_bytes"]
+
+
 def test_sampling_options_reach_the_sampler(generate, expected):
     text, ids = expected("a", 9, temperature=2.0, top_k=7, top_p=0.95, seed=5)
     argv = ["--temperature", "2", "--top-k", "7", "--top-p", "0.95", "--seed", "5"]

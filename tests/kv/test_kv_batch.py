@@ -1,5 +1,7 @@
 """KvCache with several sequences: writing, and reorder, select and repeat (beam search)."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 from kv_state import refused, state
@@ -189,7 +191,7 @@ def test_one_prompt_becomes_many(make):
 def test_another_batch_makes_a_held_plan_stale(make):
     cache = make(5)
     assert cache.plan_facts()["batch"] == 1
-    cache.held["plan"] = object()
+    cache.held["plan"] = Mock()
     cache.reorder([0])
     assert "plan" in cache.held
     cache.repeat(2)

@@ -307,6 +307,29 @@ def test_two_layers_never_share_storage_i6(make, layer):
         cache.append(2, rows([1]), rows([1]))
 
 
+@pytest.mark.parametrize("half", ["K", "V"])
+def test_slots_never_share_memory_i6(make, layer, half):
+    """Different storages over one array of the caller: each write would be in both."""
+    memory = np.zeros((2, 1, 2, 8, 4), np.float32)
+    wrap, cache = lk.Storage.wrap, make(layers=3)
+    with refused(
+        cache, lk.BindingError, "one memory for KvCache layer 1, K and KvCache layer 1, V"
+    ):
+        cache.set_layer(
+            1, lk.KvLayer(wrap(memory[0]), wrap(memory.reshape(-1)[32:96].reshape(1, 2, 8, 4)))
+        )
+    cache.set_layer(1, lk.KvLayer(wrap(memory[0]), wrap(memory[1])))
+    again = wrap(memory["KV".index(half)])
+    pair = (again, layer().v) if half == "K" else (layer().k, again)
+    with refused(cache, lk.BindingError, f"layer 2, {half} and KvCache layer 1, {half}"):
+        cache.set_layer(2, lk.KvLayer(*pair))
+    cache.set_layer(1, lk.KvLayer(wrap(memory[1]), wrap(memory[0])))  # its own memory, put anew
+    first = cache.slot_storage(0, 0)
+    own = wrap(first, first.location)
+    with refused(cache, lk.BindingError, "layer 2, V and KvCache layer 0, K"):
+        cache.set_layer(2, lk.KvLayer(layer().k, own))
+
+
 def test_under_with_dims_the_dtype_follows_the_first_layer(layer):
     cache = lk.KvCache.with_dims(2, 2, 4)
     cache.set_layer(1, layer(capacity=3, dtype="f16"))

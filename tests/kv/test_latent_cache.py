@@ -1,6 +1,7 @@
 """LatentKvCache: construction, fields, identity, truncation, clearing, growing, savepoints."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -284,7 +285,7 @@ def test_clear_drops_storage_and_says_so(device: str) -> None:
     cache = make(device=device)
     append_rows(cache, [1])
     cache.append(0, rows([2], 4), rows([2], 2))
-    cache.held["plan"] = object()
+    cache.held["plan"] = Mock()
     cache.clear()
     assert (len(cache), cache.max_seq_len, cache.device_location()) == (0, 8, None)
     assert cache.slot_storage(0, 0) is None
