@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import broken_arithmetic
 import broken_attention
+import broken_captures
 import broken_devices
 import broken_edges
 import broken_interop
@@ -22,8 +23,8 @@ from lazykv.device import Backend, register_backend, registry, unregister_backen
 from lazykv.testing.runner import Done, run_suite
 
 MODULES = (
-    broken_arithmetic, broken_attention, broken_devices, broken_edges, broken_interop,
-    broken_lending, broken_memory, broken_queues, broken_sizes, broken_writes,
+    broken_arithmetic, broken_attention, broken_captures, broken_devices, broken_edges,
+    broken_interop, broken_lending, broken_memory, broken_queues, broken_sizes, broken_writes,
 )  # fmt: skip
 
 

@@ -1,6 +1,8 @@
 """`lazykv conformance`: what it prints, its exit codes, and backends that leave."""
 
 import json
+import os
+import subprocess
 import sys
 
 import pytest
@@ -162,6 +164,7 @@ def test_a_run_that_does_not_begin_leaves_no_report(run, tmp_path):
 LEAVING = """
 import os
 import sys
+import time
 import pytest
 from lazykv.backends.cpu import CpuBackend
 from lazykv.device import DeviceLocation
@@ -194,6 +197,11 @@ class Ends(Late):
 class Dies(Late):
     def leave(self):
         os.kill(os.getpid(), 9)
+
+class Stays(Leaving):
+    def locations(self):
+        print("here", flush=True)
+        time.sleep(600)
 
 class StopsWell(Leaving):
     def synchronize(self, location):
@@ -247,3 +255,16 @@ def test_a_kernel_that_exits_fails_its_tests(run, leaving):
     assert (code, err) == (1, "")
     assert "SystemExit: 0" in out
     assert "NOT RUN" not in out
+
+
+def test_no_process_stays_behind_one_that_is_killed(leaving, tmp_path):
+    leaving("leaving:Stays")
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "lazykv", "conformance", "leaving"]
+    env = {**os.environ, "PYTHONPATH": path}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=env, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "here\n"
+        process.kill()
+        out, _ = process.communicate(timeout=60)  # until the last process that can write is gone
+    assert out == ""
