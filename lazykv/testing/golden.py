@@ -237,7 +237,7 @@ def check_case(target: Target, case: Case, dtype: str, layout: str) -> None:
     for operands in runs:
         tensors = [p.view(_leaf(g, leaves, p.base)) for p in operands]
         outs.append(case.build(*tensors) if tensors else case.build(g))
-    target.need(outs[0].dtype.name)
+    target.need(*(t.dtype.name for t in outs[0].graph))
     bindings = {t: target.storage(base) for base, t in leaves}
     results = target.run(outs, bindings, case.env)
     what = f"{case.name} on {dtype}, {layout} ({outs[0].op.name} of {_specs(runs[0])})"

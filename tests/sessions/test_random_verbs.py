@@ -187,6 +187,5 @@ def test_replays_equal_plain_steps_through_random_verbs(sim, fails):
         replays += sum(getattr(s, "replays", 0) for s in pair.sessions.values())
         steps += len(pair.kept)
         failed += pair.failed
-    print(replays, steps, failed)
     assert replays > steps / 4
     assert (failed > 0) == fails

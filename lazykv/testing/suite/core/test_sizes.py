@@ -86,7 +86,8 @@ ELEMENTWISE: dict[str, Op] = {
 @pytest.mark.parametrize("size", [65_537, 1_000_003])
 @pytest.mark.parametrize("op", ELEMENTWISE)
 def test_many_elements(target: Target, op: str, size: int, dtype: str) -> None:
-    target.need(dtype, *{"lt": ("bool",), "cast": ("i32",), "take": ("i64",)}.get(op, ()))
+    needs = {"lt": ("bool",), "where": ("bool",), "cast": ("i32",), "take": ("i64",)}
+    target.need(dtype, *needs.get(op, ()))
     ids = [np.arange(size)[::-1].copy()] if op == "take" else []
     operands = [some(n, dtype, size) for n in "ab"] + ids
     check(target, f"{op} of {size} elements in {dtype}", ELEMENTWISE[op], *operands)
