@@ -241,7 +241,7 @@ class Storage:
         self.check_readable()
         if not self._backend.capabilities.host_memory:
             raise BindingError(
-                f"{self!r}: got a host access, need a copy; use to_numpy() or to('cpu')"
+                f"{self!r}: got a host access, need a copy; use to_numpy()"
             )
         self._wait()
         view: HostArray = np.asarray(self.array).view()

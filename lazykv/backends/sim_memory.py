@@ -44,7 +44,7 @@ class SimArray:
 
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
         raise BindingError(
-            f"{self!r}: got a host access, need a copy; use Storage.to_numpy() or to('cpu')"
+            f"{self!r}: got a host access, need a copy; use Storage.to_numpy()"
         )
 
     __array__ = __iter__ = __len__ = __getitem__ = __setitem__ = _refuse

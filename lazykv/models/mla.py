@@ -253,6 +253,8 @@ class MlaModel:
         slot = ("mla", self.instance_id, seq)
         held: DecodeSession | None = cache.held.get(slot)
         if held is None or not held.is_valid_for(cache, seq=seq, model_key=self.model_key):
+            if held is not None:
+                held.retire()
             capacity = cache.max_seq_len
             assert capacity is not None, "a latent cache has a fixed capacity"
             step = build_step(
