@@ -240,9 +240,7 @@ class Storage:
         """The raw bits where they are, once the work queued on the location has run."""
         self.check_readable()
         if not self._backend.capabilities.host_memory:
-            raise BindingError(
-                f"{self!r}: got a host access, need a copy; use to_numpy()"
-            )
+            raise BindingError(f"{self!r}: got a host access, need a copy; use to_numpy()")
         self._wait()
         view: HostArray = np.asarray(self.array).view()
         if self.frozen:

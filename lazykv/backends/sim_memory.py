@@ -43,9 +43,7 @@ class SimArray:
         return label(lent.__dlpack__(max_version=max_version), device=self.__dlpack_device__())
 
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
-        raise BindingError(
-            f"{self!r}: got a host access, need a copy; use Storage.to_numpy()"
-        )
+        raise BindingError(f"{self!r}: got a host access, need a copy; use Storage.to_numpy()")
 
     __array__ = __iter__ = __len__ = __getitem__ = __setitem__ = _refuse
 
