@@ -114,11 +114,11 @@ class Capabilities:
     """What a backend declares, and what the conformance suite therefore asks of it.
 
     `dtypes` are the names of dtypes it stores. An asynchronous backend queues work and may return
-    before it has run; one with `capture` can record a plan's calls and replay them. Arrays of
-    `host_memory` can be used where they are by whoever takes host arrays, through DLPack or the
-    buffer protocol. `ops` are the names (`Op.name`) of the ops it runs, by a kernel of its own or
-    by their body; None is every op. It is asked for no other: those are lowered, or refused when a
-    plan is made.
+    before it has run, which changes no test: what holds for queued work holds for any; one with
+    `capture` can record a plan's calls and replay them. Arrays of `host_memory` can be used where
+    they are by whoever takes host arrays, through DLPack or the buffer protocol. `ops` are the
+    names (`Op.name`) of the ops it runs, by a kernel of its own or by their body; None is every op.
+    It is asked for no other: those are lowered, or refused when a plan is made.
     """
 
     dtypes: frozenset[str] = frozenset(t.name for t in ALL_DTYPES)
@@ -423,7 +423,7 @@ def device(spec: DeviceLike) -> Device:
     backend = registry.find(location.kind)
     places = locations_of(location.kind, backend)
     if location not in places:
-        have = ", ".join(map(str, places)) or "none"
+        have = ", ".join(map(str, places)) or f"none now; {backend.install_hint}"
         raise BackendUnavailable(f"device {location}: got no such device, need one of: {have}")
     return Device(location, backend)
 

@@ -109,7 +109,7 @@ def _dlpack_device(value: Any) -> tuple[int, int] | None:
     if not hasattr(value, "__dlpack_device__") or isinstance(value, np.generic):
         return None
     try:
-        kind, index = value.__dlpack_device__()
+        kind, index = map(int, value.__dlpack_device__())
     except LazyKvError:
         raise
     except Exception as e:  # every library has errors of its own here
@@ -117,7 +117,7 @@ def _dlpack_device(value: Any) -> tuple[int, int] | None:
             f"Storage.wrap: got {type(e).__name__}: {e} from {type(value).__name__}, need the "
             "device that its memory is on"
         ) from e
-    return int(kind), int(index)
+    return kind, index
 
 
 def _of_host(value: object, place: Device) -> Shared:

@@ -163,8 +163,8 @@ class Storage:
                 yield self.array
             return
         hold = new_hold()
-        self.lock.acquire_read(hold)
         try:
+            self.lock.acquire_read(hold)
             self.check_readable()
             self._wait()
             with backend.current(self.location):
@@ -189,6 +189,7 @@ class Storage:
         try:
             with backend.current(self.location):
                 yield self.array
+            self._wait()  # a copy that the block queued and that fails is part of it
         except BaseException:
             self.torn = True
             raise
@@ -286,10 +287,12 @@ if hasattr(os, "register_at_fork"):
 def overlapping(storages: Sequence[Storage | None]) -> list[tuple[int, int]]:
     """Positions of pairs of different storages that share memory.
 
-    Only imported memory can be shared: one of a pair has an exporter, and can be written.
+    Only imported memory can be shared: one of a pair has an exporter, and one can be written.
     """
     given = [(n, s) for n, s in enumerate(storages) if s is not None]
-    lent = {n for n, s in given if s.exporter is not None and not s.frozen}
+    lent = {n for n, s in given if s.exporter is not None}
+    if all(s.frozen for _, s in given):
+        return []
     places = {s.location for n, s in given if n in lent}
     spans = []
     for n, s in given:
@@ -301,7 +304,10 @@ def overlapping(storages: Sequence[Storage | None]) -> list[tuple[int, int]]:
         place, start, _, n = span
         begun = [other for other in begun if other[0] == place and other[2] > start]
         for *_, m in begun:
-            if storages[m] is not storages[n] and not lent.isdisjoint((m, n)):
+            a, b = storages[m], storages[n]
+            if a is None or b is None or a is b or (a.frozen and b.frozen):
+                continue
+            if not lent.isdisjoint((m, n)):
                 out.append((min(m, n), max(m, n)))
         begun.append(span)
     return sorted(out)

@@ -127,7 +127,8 @@ def test_a_backend_of_another_api_is_refused(installed, kind, got):
     assert lk.device("half:0").backend.name == "half"
 
 
-def test_a_location_nobody_serves_says_what_to_install():
+def test_a_location_nobody_serves_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)  # as where it is not installed
     with pytest.raises(lk.BackendUnavailable, match=r"entry point 'tpu' in 'lazykv\.backends'"):
         lk.device("tpu:0")
     with pytest.raises(lk.BackendUnavailable, match=r"lazykv\[cuda13\]"):

@@ -74,7 +74,6 @@ class Decoding:
         cos, sin = self.model.rope.rows(start, 1)
         out = self.session.step({
             "ids": np.array([token]), "cos": cos, "sin": sin, "position": np.array(start),
-            "length": np.array(start + 1),
         })  # fmt: skip
         self.cache.cached_len = start + 1
         return out

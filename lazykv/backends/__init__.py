@@ -1,1 +1,2 @@
-"""Backends, one a file. Nothing is imported until a location of that kind is used."""
+"""Backends: a class in a file each, its kernels beside it. Nothing is imported until a location of
+that kind is used."""

@@ -247,6 +247,8 @@ class Queue:
         refused = [w for w in given if w.is_set]
         if refused:
             self.refusals.clear(refused)
+        self.refusals.waited()  # an interrupted wait leaves them to the next one
+        if refused:
             raise self._refusal(refused)
 
     def _refusal(self, words: Sequence[Word]) -> RangeError:

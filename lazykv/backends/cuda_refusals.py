@@ -74,10 +74,12 @@ class Refusals:
         self._given.update(dict.fromkeys(words))
 
     def given(self) -> tuple[Word, ...]:
-        """Whose steps this thread gave since it last asked, in order."""
-        words = tuple(self._given)
+        """Whose steps this thread gave since it last waited to the end, in order."""
+        return tuple(self._given)
+
+    def waited(self) -> None:
+        """This thread has waited for all that it gave."""
         self._given.clear()
-        return words
 
     @contextmanager
     def recording(self, into: list[Word]) -> Iterator[None]:

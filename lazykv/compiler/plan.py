@@ -212,6 +212,8 @@ class Plan:
         """
         bound = self._bound
         asked = {bound.position[t]: s for t, s in storages.items() if t in bound.position}
+        if not bound.inputs.keys().isdisjoint(asked):
+            self._refuse_held()
         for n, store in asked.items():
             bound.admit(n, store)
         changed = {n: s for n, s in asked.items() if bound.storages[n] is not s}
@@ -309,8 +311,9 @@ class Plan:
                 self._refuse_held()
             checked = [(n, bound.admit(n, value)) for n, value in needed]
             self.set_symbols(env)
-            if checked:
-                bound.check(bound.after(checked))
+            after = bound.after(checked)
+            if any(s is not old for s, old in zip(after, bound.storages, strict=True)):
+                bound.check(after)
             try:
                 for n, value in checked:
                     self._complete = False
@@ -420,8 +423,14 @@ class Plan:
         left = calls.__length_hint__()  # type: ignore[attr-defined]
         step_at = self._registers.step_of_call(len(self._calls) - left - 1)
         self._registers.take_results()
+        try:
+            others = self._settle()
+        except BaseException:  # interrupted again: what has run by now is not known
+            for store, written in self._claims:
+                store.torn |= written and self.tears
+            raise
         return account(
-            e, self.program, self._bound.storages, step_at, tears=self.tears, others=self._settle()
+            e, self.program, self._bound.storages, step_at, tears=self.tears, others=others
         )
 
 

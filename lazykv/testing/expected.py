@@ -3,7 +3,7 @@
 One test id a line, or the start of some with ``*`` behind it, and the reason after ``#``::
 
     core/test_attention.py::test_op[ring*    # no kernel for rings yet
-    fault/test_memory.py::test_reuse         # issue 12
+    fault/test_memory_runs_out.py::test_no_half_of_a_cache_is_left         # issue 12
 
 Empty lines and lines that begin with ``#`` are skipped. A file is strict: what it lists has to
 fail, and it may list nothing that does not exist.
