@@ -271,7 +271,7 @@ def test_a_simulated_device_adopts_only_its_own() -> None:
         lk.Storage.wrap(longer, "sim:0")
     with pytest.raises(lk.BindingError, match="got a host access"):
         store.__dlpack__(dl_device=(1, 0))
-    with pytest.raises(lk.BindingError, match=r"got a host access.*to\('cpu'\)"):
+    with pytest.raises(lk.BindingError, match=r"got a host access.*use to_numpy"):
         lk.Storage.from_array(store)
 
 
