@@ -213,7 +213,7 @@ def test_an_allocation_that_fails_anywhere_is_typed_leaks_nothing_and_is_survive
     total = backend.counts["allocation"] - before
     assert total >= 200
     assert recorded
-    for k in range(1, total + 1, int(os.environ.get("LAZYKV_FAILURE_STRIDE", "3"))):
+    for k in range(1, total + 1, int(os.environ.get("LAZYKV_FAILURE_STRIDE", "7"))):
         forget()
         backend.fail("allocation", k)
         if k in recorded:
