@@ -5,56 +5,53 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 from weakref import WeakSet
 
 from lazykv.errors import SessionBusy
 
 
-class Locked(Protocol):
-    """An object with a lock of its own, which `free` replaces by one that nobody holds."""
+class Owner:
+    """A lock that is never waited for: a second thread gets `SessionBusy`, and so does the same one
+    unless it `nests`.
 
-    def free(self) -> None: ...
+    In a forked child nobody has it: the thread that did is gone.
+    """
+
+    __slots__ = ("__weakref__", "_nests", "lock")
+
+    def __init__(self, *, nests: bool = True) -> None:
+        self._nests = nests
+        self.free()
+        _owners.add(self)
+
+    def free(self) -> None:
+        self.lock: Any = threading.RLock() if self._nests else threading.Lock()
+
+    @contextmanager
+    def hold(
+        self, who: object, got: str = "a call while another thread is in one",
+        need: str = "one owner",
+    ) -> Iterator[None]:  # fmt: skip
+        lock = self.lock
+        if not lock.acquire(blocking=False):
+            raise SessionBusy(f"{who}: got {got}, need {need}")
+        try:
+            yield
+        finally:
+            lock.release()
 
 
-_locked: WeakSet[Locked] = WeakSet()
-
-
-def free_after_fork(locked: Locked) -> None:
-    """Remember an object whose lock another thread may hold when the process forks: in the child
-    that thread is gone."""
-    _locked.add(locked)
+_owners: WeakSet[Owner] = WeakSet()
 
 
 def _after_fork() -> None:
-    for each in _locked:
-        each.free()
+    for owner in _owners:
+        owner.free()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
-
-
-class Owner:
-    """A lock that is never waited for: a second thread gets `SessionBusy`, the same one nests."""
-
-    __slots__ = ("__weakref__", "_lock")
-
-    def __init__(self) -> None:
-        self.free()
-        free_after_fork(self)
-
-    def free(self) -> None:
-        self._lock = threading.RLock()
-
-    @contextmanager
-    def hold(self, who: str) -> Iterator[None]:
-        if not self._lock.acquire(blocking=False):
-            raise SessionBusy(f"{who}: got a call while another thread is in one, need one owner")
-        try:
-            yield
-        finally:
-            self._lock.release()
 
 
 class Owned(Protocol):

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from lazykv.backends import cuda_kernels as ck
-from lazykv.backends.cuda_refusals import REFUSED
 from lazykv.backends.cuda_site import (
     Site,
     Steps,
@@ -153,7 +152,7 @@ def _steps(
     args = ck.struct(
         "attention", batch=extents.batch, heads=extents.heads, kv_heads=extents.kv_heads,
         queries=extents.queries, rows=extents.rows, window=extents.window, sinks=extents.sinks,
-        splits=splits, scale=call.op.scale, code=REFUSED, **fields,
+        splits=splits, scale=call.op.scale, **fields,
     )  # fmt: skip
     macros = {
         "QUERY": call.in_specs[0].dtype.name, "ROW": call.in_specs[2].dtype.name,

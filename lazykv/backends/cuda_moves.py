@@ -4,7 +4,6 @@ from typing import Any
 
 from lazykv.backends import cuda_kernels as ck
 from lazykv.backends.cuda_queue import Queue
-from lazykv.backends.cuda_refusals import REFUSED
 from lazykv.backends.cuda_site import Site, Steps, addresses_of, launch, launch_later, steps_of
 from lazykv.device import Array
 from lazykv.dtypes import i32, i64
@@ -92,7 +91,7 @@ def write_at(site: Site) -> Steps:
     return [
         launch(
             site.queue, "write_slice_at", shape, dest, source, site.call.ins[2], len(dest),
-            site.error, REFUSED, found.walk, BYTES=found.element_bytes,
+            site.error, found.walk, BYTES=found.element_bytes,
         )
     ]  # fmt: skip
 
@@ -105,7 +104,7 @@ def write_rotating(site: Site) -> Steps:
     return [
         launch(
             site.queue, "write_slice_rotating", shape, dest, source, site.call.ins[2], op.modulus,
-            op.sinks, site.error, REFUSED, found.walk, BYTES=found.element_bytes,
+            op.sinks, site.error, found.walk, BYTES=found.element_bytes,
         )
     ]  # fmt: skip
 
@@ -134,7 +133,7 @@ def write_rows(site: Site) -> Steps:
     width = {"BYTES": found.element_bytes}
     check = launch(
         site.queue, "write_rows_check", ck.launch_of("write_rows_check"), usable, owner, rows,
-        len(rows), count, len(dest), site.error, REFUSED, **width,
+        len(rows), count, len(dest), site.error, **width,
     )  # fmt: skip
     shape = ck.launch_of("write_rows", size=found.size)
     values = (dest, source, rows, usable, found.walk)
@@ -155,7 +154,7 @@ def take(site: Site) -> Steps:
     return [
         launch(
             site.queue, "take", shape, lines, table, ids, ck.ID_TYPES[kind], len(table),
-            site.error, REFUSED, found.walk, BYTES=found.element_bytes,
+            site.error, found.walk, BYTES=found.element_bytes,
         )
     ]  # fmt: skip
 

@@ -17,9 +17,6 @@ from lazykv.ops.op import Op
 WORDS = 4096
 """Words that are allocated together: more than the steps of a large model that can refuse."""
 
-REFUSED = 1
-"""What a kernel sets its word to."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slab:

@@ -7,7 +7,7 @@ import numpy as np
 from lazykv.backend_call import BackendCall
 from lazykv.compiler.carried import CarriedInput, advance_of
 from lazykv.compiler.program import Program
-from lazykv.device import HostArray, device
+from lazykv.device import HostArray
 from lazykv.dtypes import dtype, to_raw
 from lazykv.errors import BindingError
 from lazykv.graph import Tensor
@@ -83,12 +83,11 @@ class LeafBindings:
             self._drop_input(n)
             self._point(n, value)
             return
-        store = self.input_storage(n)
+        self.input_storage(n)
         if self.program.leaves[n].written:
             self.refills[n] = np.array(value)
-            return
-        with store.write() as dest, BackendCall(store.location, "copy_in"):
-            device(store.location).backend.copy_in(dest, value)
+        else:
+            self._copy_in(n, value)
 
     def bind(self, n: int, value: Storage | HostArray) -> None:
         """`put`, and the wait for the copy: later it would fail in a pass that was not given it."""
@@ -106,7 +105,7 @@ class LeafBindings:
     def feeder(self, n: int) -> Callable[[HostArray], object]:
         """What a held plan calls to copy into a leaf's own buffer, which becomes bound to it."""
         store = self.input_storage(n)
-        put = device(store.location).backend.feeder(store.array)
+        put = store.made_by.feeder(store.array)
         by = advance_of(self.program, n)
         if by is None:
             return put
@@ -116,9 +115,13 @@ class LeafBindings:
     def refill(self) -> None:
         """Copy arrays in again that the last pass wrote into."""
         for n, data in self.refills.items():
-            store = self.inputs[n]
-            with BackendCall(store.location, "copy_in"):
-                device(store.location).backend.copy_in(store.array, data)
+            self._copy_in(n, data)
+
+    def _copy_in(self, n: int, data: HostArray) -> None:
+        """Into a buffer that nobody else has, so without its lock."""
+        store = self.inputs[n]
+        with BackendCall(store.location, "copy_in"):
+            store.made_by.copy_in(store.array, data)
 
     def input_buffer(self, n: int) -> Storage:
         """Memory for a placeholder that takes arrays, made once; not bound by this."""
@@ -133,12 +136,11 @@ class LeafBindings:
         self._point(n, buffer)
         return buffer
 
-    def after(self, values: Sequence[tuple[int, Storage | HostArray]]) -> list[Storage | None]:
-        """The storages that binding these would leave."""
-        after = list(self.storages)
-        for n, value in values:
-            after[n] = value if isinstance(value, Storage) else self.input_buffer(n)
-        return after
+    def check_change(self, values: Sequence[tuple[int, Storage | HostArray]]) -> None:
+        """`check` what binding these would leave, if that is another storage for any leaf."""
+        given = {n: v if isinstance(v, Storage) else self.input_buffer(n) for n, v in values}
+        if any(self.storages[n] is not s for n, s in given.items()):
+            self.check([given.get(n, s) for n, s in enumerate(self.storages)])
 
     def replace(self, after: list[Storage | None], changed: Sequence[int]) -> None:
         """Take other storages for some leaves, in place of arrays too."""

@@ -1,9 +1,8 @@
 """Plan: a program with its data, its memory and its calls resolved, ready to run many times."""
 
 import hashlib
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -30,14 +29,13 @@ from lazykv.errors import (
     GraphError,
     LazyKvError,
     RangeError,
-    SessionBusy,
     SymbolError,
     TopologyChanged,
 )
 from lazykv.graph import Tensor
 from lazykv.ids import PlanId, next_plan_id
 from lazykv.ops.sources import Placeholder
-from lazykv.owner import free_after_fork
+from lazykv.owner import Owner
 from lazykv.storage import Claim, Storage, acquire_all, release_all
 from lazykv.symbols import EnvLike, Sym, SymEnv, as_int
 
@@ -67,8 +65,7 @@ class Plan:
         # By id: a plan does not keep the nodes of its graph.
         self._traced = tuple(t.node_id for t in traced)
         self._values = [0] * len(self.symbols)
-        self.free()
-        free_after_fork(self)
+        self.running = Owner(nests=False)
         # False where a failed write can have touched only rows that nobody counts.
         self.tears = True
         # True once a session relies on what is bound, and feeds the inputs by itself.
@@ -82,16 +79,11 @@ class Plan:
         # Those of when its graph was traced: a backend replaced since then is noticed by the first
         # pass, whose epoch differs.
         self._epoch = -1
-        traced_at = dict(program.generations)
-        self._generations = {place: traced_at[place] for place in program.locations}
-        self._unawaited = program.unawaited
+        self._generations = {p: program.generations[p.name] for p in program.locations}
+        self._waits = [(device(p).backend.synchronize, p) for p in program.unawaited]
         self._bytes_moved = sum(_moved(program, s) for s in program.steps)
         if not self.leaves:  # nothing will ever be bound
             self._commit(self._registers.stage((), ()))
-
-    def free(self) -> None:
-        """Let nobody run this plan."""
-        self.running = threading.Lock()
 
     # What a plan is
 
@@ -284,15 +276,10 @@ class Plan:
             with nullcontext() if store is None else store.read():
                 return self._registers.copy_out(register)
 
-    @contextmanager
-    def alone(self, who: str) -> Iterator[None]:
+    def alone(self, got: str) -> AbstractContextManager[None]:
         """Have the plan to oneself, or `SessionBusy`."""
-        if not self.running.acquire(blocking=False):
-            raise SessionBusy(f"plan {self.id}: got {who} while it runs, need one thread at a time")
-        try:
-            yield
-        finally:
-            self.running.release()
+        who, need = f"plan {self.id}", "one thread at a time"
+        return self.running.hold(who, f"{got} while it runs", need)
 
     # Running
 
@@ -311,9 +298,7 @@ class Plan:
                 self._refuse_held()
             checked = [(n, bound.admit(n, value)) for n, value in needed]
             self.set_symbols(env)
-            after = bound.after(checked)
-            if any(s is not old for s, old in zip(after, bound.storages, strict=True)):
-                bound.check(after)
+            bound.check_change(checked)
             try:
                 for n, value in checked:
                     self._complete = False
@@ -370,8 +355,8 @@ class Plan:
                 with np.errstate(all="ignore"):  # inf and NaN are results, not news
                     for f, args in calls:
                         f(*args)
-                for place in self._unawaited:  # a failure is told by the pass that it is part of
-                    device(place).backend.synchronize(place)
+                for wait, place in self._waits:  # a failure is told by the pass it is part of
+                    wait(place)
             except BaseException as e:
                 error = self._failed(e, calls)
                 if error is e:

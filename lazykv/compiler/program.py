@@ -7,6 +7,7 @@ registers, where every register says which buffer it lies in and how.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 from lazykv.compiler.effects import clone_destinations
@@ -127,17 +128,17 @@ class Program:
     key: tuple[object, ...]
 
     @property
-    def generations(self) -> tuple[tuple[DeviceLocation, int], ...]:
-        """Of every location, when the graph was traced."""
-        last: Any = self.key[-1]
-        return tuple((DeviceLocation(name), count) for name, count in last)
+    def generations(self) -> dict[str, int]:
+        """Of every location by name, when the graph was traced."""
+        traced_at: Any = self.key[-1]
+        return dict(traced_at)
 
     @property
     def locations(self) -> tuple[DeviceLocation, ...]:
         """Every location the program touches, by name."""
         return tuple(sorted({r.location for r in self.registers}, key=str))
 
-    @property
+    @cached_property
     def unawaited(self) -> tuple[DeviceLocation, ...]:
         """The locations whose last step is no result: handing those out does not wait for it."""
         last = {self.registers[s.output].location: s.op for s in self.steps}

@@ -102,7 +102,8 @@ class DecodeSession:
         the plan does not need are ignored.
         """
         plan = self.plan
-        if not plan.running.acquire(blocking=False):
+        running = plan.running.lock  # no `with hold`, which is two calls of Python functions
+        if not running.acquire(blocking=False):
             raise SessionBusy(
                 f"session of plan {plan.id}: got a step while one runs, need one owner"
             )
@@ -131,7 +132,7 @@ class DecodeSession:
                 raise typed(e, places, "feeder") from e
             results = plan.execute()
         finally:
-            plan.running.release()
+            running.release()
         self.realize_count += 1
         return results[0] if plan.single else results  # type: ignore[return-value]
 
@@ -178,11 +179,7 @@ class DecodeSession:
         Raises `SessionBusy` while a step runs and `TopologyChanged` if a backend was replaced.
         """
         plan = self.plan
-        if not plan.running.acquire(blocking=False):
-            raise SessionBusy(
-                f"session of plan {plan.id}: got a rebind while a step runs, need one owner"
-            )
-        try:
+        with plan.running.hold(f"session of plan {plan.id}", "a rebind while a step runs"):
             plan.check_topology()
             self._before_rebind()
             baked = self._baked()
@@ -196,8 +193,6 @@ class DecodeSession:
             self._key.rebound(incoming)
             self._alloc_id = incoming
             self.rebind_count += 1
-        finally:
-            plan.running.release()
         return None
 
     def _before_rebind(self) -> None:

@@ -4,10 +4,9 @@ What a token changes is bound data: where its rows go, the block tables and the 
 into new blocks, forking, evicting and restoring keep the plan, and so does serving other sequences.
 """
 
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,12 +17,12 @@ from lazykv.compiler.manifest import Manifest
 from lazykv.compiler.plan import Plan
 from lazykv.device import HostArray, device
 from lazykv.dtypes import i64, u32
-from lazykv.errors import BindingError, GraphError, PoolError, RangeError, SessionBusy, ShapeError
+from lazykv.errors import BindingError, GraphError, PoolError, RangeError, ShapeError
 from lazykv.graph import Tensor
 from lazykv.ids import KvAllocId, SessionHandle
 from lazykv.interchange import host_array
 from lazykv.kv.pool import NO_BLOCK, DeviceKvPool
-from lazykv.owner import free_after_fork
+from lazykv.owner import Owner
 from lazykv.pages.steps import PoolStep
 from lazykv.sessions.captured import CapturedDecodeSession
 from lazykv.sessions.context import InferenceContext
@@ -62,8 +61,8 @@ class PagedDecodeSession:
         self.batch, self.max_blocks = bound["block_table"].shape
         self.seq = bound["rows"].shape[0] // self.batch
         self._own = {name: t for name, t in bound.items() if name not in PAGING}
-        self.free()
-        free_after_fork(self)
+        # Not nested: a data function must not re-bind the plan that its step is about to run.
+        self._running = Owner(nests=False)
         # A step writes only rows that no session counts before it has ended.
         held.plan.tears = False
 
@@ -116,19 +115,8 @@ class PagedDecodeSession:
                 raise
         return out[: n * (out.shape[0] // self.batch)]
 
-    def free(self) -> None:
-        """Let nobody be in a step."""
-        self._running = threading.Lock()
-
-    @contextmanager
-    def _owned(self, verb: str) -> Iterator[None]:
-        # Not re-entrant: a data function must not re-bind the plan that its step is about to run.
-        if not self._running.acquire(blocking=False):
-            raise SessionBusy(f"{self!r}: got a {verb} while a step runs, need it to end")
-        try:
-            yield
-        finally:
-            self._running.release()
+    def _owned(self, verb: str) -> AbstractContextManager[None]:
+        return self._running.hold(self, f"a {verb} while a step runs", "it to end")
 
     def _check_room(self, sessions: Sequence[SessionHandle]) -> None:
         for session in sessions:

@@ -17,7 +17,7 @@ from lazykv.ops.write import WriteSliceRotating
 
 pytestmark = needs_compiler
 
-CODE, NO_BLOCK = 9, 2**32 - 1
+REFUSED, NO_BLOCK = 1, 2**32 - 1
 SCALE = 0.37
 
 # dtypes, extents of keys and values, and what the kernels are compiled for: lines, team, vec.
@@ -74,7 +74,7 @@ class Run:
             self.memory.output(np.full(n, np.nan, np.float32))
             for n in ck.attention_scratch(total, splits, value_dim)
         ]
-        fields = {"window": ck.NO_WINDOW, "scale": SCALE, "code": CODE, **fields}
+        fields = {"window": ck.NO_WINDOW, "scale": SCALE, **fields}
         args = ck.struct(
             "attention", q_step=step(q), batch=batch, heads=heads, kv_heads=kv_heads,
             queries=queries, splits=splits, **fields,
@@ -153,7 +153,7 @@ def test_a_length_that_does_not_fit_is_refused_and_gives_zeros(
             v_step=step(v), rows=8, causal=causal,
             window=ck.NO_WINDOW if window is None else window,
         )  # fmt: skip
-        run.check(out, np.zeros(out.shape), v, CODE)
+        run.check(out, np.zeros(out.shape), v, REFUSED)
 
 
 def test_dead_rows_are_never_touched(memory: Memory) -> None:
@@ -283,7 +283,7 @@ def test_a_used_block_outside_the_pool_is_refused_and_not_read(
     short = lens.copy()
     short[1] = 16
     wanted = PagedAttention(SCALE, None).body(np, *run.wide(q, k, v), table, short)
-    run.check(out, wanted, v, CODE)
+    run.check(out, wanted, v, REFUSED)
 
 
 @pytest.mark.parametrize("length", [2, 65, 2**32 - 1])
@@ -298,7 +298,7 @@ def test_a_context_len_that_does_not_fit_is_refused_and_gives_zeros(
     out = launch_paged(run, case, (q, k, v, table, memory.input(bad)))
     wanted = PagedAttention(SCALE, None).body(np, *run.wide(q, k, v), table, lens)
     wanted[3] = 0
-    run.check(out, wanted, v, CODE)
+    run.check(out, wanted, v, REFUSED)
 
 
 # heads, key heads, queries, ring rows, window, sinks, length, splits
@@ -343,7 +343,7 @@ def test_a_ring_without_the_queries_own_rows_is_refused(memory: Memory) -> None:
             "ring_attention", q, run.value_dim, 2, 1, (q, k, v, None), k_step=step(k),
             v_step=step(v), rows=8, length=length, window=4,
         )  # fmt: skip
-        run.check(out, np.zeros(out.shape), v, CODE)
+        run.check(out, np.zeros(out.shape), v, REFUSED)
 
 
 LATENT = [

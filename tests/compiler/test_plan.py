@@ -409,7 +409,7 @@ def test_P1_one_plan_runs_in_one_thread_at_a_time() -> None:
     assert inside.wait(5)
     runner = threading.Thread(target=first)
     runner.start()
-    while not plan.running.locked():
+    while not plan.running.lock.locked():
         pass
     with pytest.raises(SessionBusy, match=f"plan {plan.id}"):
         plan.run({h.row: rows(5)}, {POS: 1})

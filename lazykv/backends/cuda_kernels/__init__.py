@@ -29,8 +29,8 @@ Rules of all kernels
   side by side, except in moves and `map`.
 - What changes per token (lengths, positions, row numbers) is read from device memory, so a captured
   launch serves every step. Nothing allocates or waits for the host.
-- A refusal (an offset, length, id or block out of range) puts the call's own `code`, a number that
-  is not 0, into the i32 `error` unless it holds one; the host clears and reads it when it likes.
+- A refusal (an offset, length, id or block out of range) puts 1 into the i32 `error` of the launch;
+  the host clears and reads it when it likes.
   Writes that are refused write nothing; `take` gives zeros for the ids refused; attention treats
   a length refused as 0 and leaves out the rows of a block refused.
 - Arithmetic is f32; results are rounded to nearest even once. Under ``-ftz=true``, which CuPy

@@ -12,7 +12,7 @@ lazykv_attention(QUERY* __restrict__ out, const QUERY* __restrict__ q, const ROW
     i64 live = length ? *length : a.length;
     i64 fewest = a.causal || a.window < NO_WINDOW ? a.queries : 0;
     if (live < fewest || live > a.rows) {
-        if (threadIdx.x == 0) refuse(error, a.code);
+        if (threadIdx.x == 0) refuse(error);
         live = 0;
     }
     float mine[LINES][KEY_PARTS * VEC];

@@ -32,7 +32,6 @@ struct AttentionArgs {
     i64 blocks, block_size, table_step;
     i32 causal, splits;
     f32 scale;
-    i32 code;           // what to put into the error word
 };
 
 constexpr i64 NO_WINDOW = 1ll << 62;  // a window wider than all positions

@@ -79,8 +79,8 @@ __device__ inline i64 greatest(i64 a, i64 b) { return a > b ? a : b; }
 
 __device__ inline i64 divide_up(i64 a, i64 b) { return (a + b - 1) / b; }
 
-// A refusal: the first one since the host cleared the word is kept.
-__device__ inline void refuse(i32* error, i32 code) { atomicCAS(error, 0, code); }
+// A refusal: it stays until the host clears the word.
+__device__ inline void refuse(i32* error) { *error = 1; }
 
 // The sum over all threads of a block, for every thread. `lanes` is shared, one float per warp.
 __device__ inline float block_sum(float x, float* lanes) {

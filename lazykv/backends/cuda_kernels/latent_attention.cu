@@ -29,7 +29,7 @@ lazykv_latent_attention(QUERY* __restrict__ out, const QUERY* __restrict__ q_lat
     Task t = task_of(a);
     i64 live = length ? *length : a.length;
     if (live < (a.causal ? a.queries : 0) || live > a.rows) {
-        if (threadIdx.x == 0) refuse(error, a.code);
+        if (threadIdx.x == 0) refuse(error);
         live = 0;
     }
     float mine[LINES][KEY_PARTS * VEC];

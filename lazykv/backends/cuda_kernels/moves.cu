@@ -69,10 +69,10 @@ lazykv_copy(Element* dest, const Element* __restrict__ src, i64 start, Walk walk
 // dest[offset : offset + rows] = src along axis 0, the offset read here.
 extern "C" __global__ void __launch_bounds__(256)
 lazykv_write_slice_at(Element* dest, const Element* __restrict__ src, const i64* offset,
-                      i64 dest_rows, i32* error, i32 code, Walk walk) {
+                      i64 dest_rows, i32* error, Walk walk) {
     i64 start = *offset;
     if (start < 0 || start > dest_rows - walk.shape[0]) {
-        if (blockIdx.x == 0 && threadIdx.x == 0) refuse(error, code);
+        if (blockIdx.x == 0 && threadIdx.x == 0) refuse(error);
         return;
     }
     for_each(walk, [&](Place p) {
@@ -84,10 +84,10 @@ lazykv_write_slice_at(Element* dest, const Element* __restrict__ src, const i64*
 // the `modulus - sinks` slots behind them. Of rows that share a slot the last one is written.
 extern "C" __global__ void __launch_bounds__(256)
 lazykv_write_slice_rotating(Element* dest, const Element* __restrict__ src, const i64* position,
-                            i64 modulus, i64 sinks, i32* error, i32 code, Walk walk) {
+                            i64 modulus, i64 sinks, i32* error, Walk walk) {
     i64 first = *position, ring = modulus - sinks, rows = walk.shape[0];
     if (first < 0 || first > 0x7fffffffffffffffll - rows) {
-        if (blockIdx.x == 0 && threadIdx.x == 0) refuse(error, code);
+        if (blockIdx.x == 0 && threadIdx.x == 0) refuse(error);
         return;
     }
     i64 kept = greatest(sinks, first + rows - ring);
@@ -106,7 +106,7 @@ lazykv_write_slice_rotating(Element* dest, const Element* __restrict__ src, cons
 // meet, one of them finds the other's index.
 extern "C" __global__ void __launch_bounds__(256)
 lazykv_write_rows_check(i64* usable, i32* owner, const i64* rows, i64 n, const i64* count,
-                        i64 dest_rows, i32* error, i32 code) {
+                        i64 dest_rows, i32* error) {
     __shared__ i32 bad;
     i64 used = count ? *count : n;
     if (threadIdx.x == 0) bad = used < 0 || used > n;
@@ -123,7 +123,7 @@ lazykv_write_rows_check(i64* usable, i32* owner, const i64* rows, i64 n, const i
     __syncthreads();
     if (threadIdx.x == 0) {
         *usable = bad ? 0 : used;
-        if (bad) refuse(error, code);
+        if (bad) refuse(error);
     }
 }
 
@@ -142,14 +142,14 @@ lazykv_write_rows(Element* dest, const Element* __restrict__ src, const i64* row
 // outside the table becomes zeros, so that nothing computes with bytes from before.
 extern "C" __global__ void __launch_bounds__(256)
 lazykv_take(Element* dest, const Element* __restrict__ table, const void* ids, i32 ids_type,
-            i64 table_rows, i32* error, i32 code, Walk walk) {
+            i64 table_rows, i32* error, Walk walk) {
     for_each(walk, [&](Place p) {
         i64 id = ids_type == 0   ? (i64)((const i32*)ids)[p.row]
                  : ids_type == 1 ? (i64)((const u32*)ids)[p.row]
                                  : ((const i64*)ids)[p.row];
         Element* to = dest + p.row * walk.dest[0] + p.dest;
         if (id < 0 || id >= table_rows) {
-            refuse(error, code);
+            refuse(error);
             *to = Element{};
         } else {
             *to = table[id * walk.src[0] + p.src];

@@ -14,7 +14,7 @@ lazykv_paged_attention(QUERY* __restrict__ out, const QUERY* __restrict__ q,
     Task t = task_of(a);
     i64 live = t.batch < a.batch ? (i64)lens[t.batch] : 0;
     if (live != 0 && (live < a.queries || live > a.rows)) {
-        if (threadIdx.x == 0) refuse(error, a.code);
+        if (threadIdx.x == 0) refuse(error);
         live = 0;
     }
     float mine[LINES][KEY_PARTS * VEC];
@@ -31,7 +31,7 @@ lazykv_paged_attention(QUERY* __restrict__ out, const QUERY* __restrict__ q,
             u32 nth = (u32)position / size;  // positions are below 2^32, as lengths are
             i64 block = blocks[nth], slot = (u32)position - nth * size;
             if (block >= a.blocks) {
-                refuse(error, a.code);
+                refuse(error);
                 return false;
             }
             row = {k + block * a.k_step[0] + t.head * a.k_step[1] + slot * a.k_step[2],

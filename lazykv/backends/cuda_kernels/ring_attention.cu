@@ -11,7 +11,7 @@ lazykv_ring_attention(QUERY* __restrict__ out, const QUERY* __restrict__ q,
     Task t = task_of(a);
     i64 live = length ? *length : a.length;
     if (live < a.queries) {
-        if (threadIdx.x == 0) refuse(error, a.code);
+        if (threadIdx.x == 0) refuse(error);
         live = 0;
     }
     float mine[LINES][KEY_PARTS * VEC];

@@ -57,8 +57,8 @@ STRUCTS: dict[str, np.dtype[Any]] = {
             ("causal", _I32),
             ("splits", _I32),
             ("scale", _F32),
-            ("code", _I32),
-        ]
+        ],
+        align=True,  # as C pads it at the end
     ),
     "gemv": np.dtype(
         [
@@ -130,14 +130,14 @@ _PARTS = "part_values* part_stats* error* args:attention"
 _ROWS: list[tuple[str, tuple[str, ...], tuple[str, ...], str]] = [
     ("copy", ("moves.cu",), ("BYTES",), "dest* src* start:i64 walk:walk"),
     ("write_slice_at", ("moves.cu",), ("BYTES",),
-     "dest* src* offset* dest_rows:i64 error* code:i32 walk:walk"),
+     "dest* src* offset* dest_rows:i64 error* walk:walk"),
     ("write_slice_rotating", ("moves.cu",), ("BYTES",),
-     "dest* src* position* modulus:i64 sinks:i64 error* code:i32 walk:walk"),
+     "dest* src* position* modulus:i64 sinks:i64 error* walk:walk"),
     ("write_rows_check", ("moves.cu",), ("BYTES",),
-     "usable* owner* rows* n:i64 count* dest_rows:i64 error* code:i32"),
+     "usable* owner* rows* n:i64 count* dest_rows:i64 error*"),
     ("write_rows", ("moves.cu",), ("BYTES",), "dest* src* rows* usable* walk:walk"),
     ("take", ("moves.cu",), ("BYTES",),
-     "dest* table* ids* ids_type:i32 table_rows:i64 error* code:i32 walk:walk"),
+     "dest* table* ids* ids_type:i32 table_rows:i64 error* walk:walk"),
     ("rms_norm", ("norm.cu",), ("ELEMENT",),
      "out* x* weight* rows:i64 width:i64 step:i64 eps:f32"),
     ("softmax", ("norm.cu",), ("ELEMENT",), "out* x* rows:i64 width:i64 step:i64"),
