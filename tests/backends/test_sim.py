@@ -70,11 +70,11 @@ def test_values_of_symbols_go_with_the_launch(backend, monkeypatch):
     g, pos = lk.Graph(), lk.Sym("pos", 0, 7)
     k = g.placeholder((1, 1, 8, 2), lk.f32)
     row = g.placeholder((1, 1, 1, 2), lk.f32)
-    plan = make_plan(
-        [], {k: cache.slot_storage(0, 0)}, effects=[k.at[:, :, pos : pos + 1].set(row)]
-    )
     with monkeypatch.context() as m:
         m.setattr(backend, "synchronize", lambda place: None)  # nobody waits for now
+        plan = make_plan(
+            [], {k: cache.slot_storage(0, 0)}, effects=[k.at[:, :, pos : pos + 1].set(row)]
+        )
         for n in range(4):
             plan.run({row: np.full((1, 1, 1, 2), n + 1, np.float32)}, {pos: n})
         assert backend.stream(PLACES[0]).queue  # all four are still queued
