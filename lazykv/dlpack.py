@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from lazykv.dtypes import ALL, DType
+from lazykv.dtypes import ALL, DType, to_logical
 from lazykv.errors import BindingError, DTypeError, LazyKvError
 
 HOST, CUDA, EXTENSION = 1, 2, 12
@@ -173,3 +173,13 @@ class _HostMemory:
 def host_view(interface: dict[str, Any], owner: object) -> np.ndarray[Any, Any]:
     """Host memory, given as NumPy's array interface, as an array that keeps `owner`."""
     return np.asarray(_HostMemory(interface, owner))
+
+
+def host_elements(lent: Lent) -> np.ndarray[Any, Any]:
+    """Host memory in its logical dtype, bf16 and f8 too, which NumPy takes from nobody."""
+    strides = lent.strides and tuple(n * lent.dtype.itemsize for n in lent.strides)
+    raw = {
+        "shape": lent.shape, "strides": strides, "typestr": lent.dtype.raw.str,
+        "data": (lent.address, lent.read_only), "version": 3,
+    }  # fmt: skip
+    return to_logical(host_view(raw, lent), lent.dtype)

@@ -40,7 +40,10 @@ def _from_dlpack(value: Any) -> HostArray:
         return np.from_dlpack(value)
     except LazyKvError:
         raise
-    except Exception as e:  # of NumPy, for the memory of a device, or of the exporter
+    except Exception as e:  # of NumPy, for the memory of a device or bf16, or of the exporter
+        kind = _dlpack_device(value)
+        if kind is not None and kind[0] == dlpack.HOST:
+            return dlpack.host_elements(dlpack.borrow(value, None))
         raise BindingError(
             f"array: got {type(value).__name__}: {e}, need memory that the host can read; copy it "
             "first, with to('cpu'), get() or to_numpy()"
@@ -114,8 +117,8 @@ def _dlpack_device(value: Any) -> tuple[int, int] | None:
         raise
     except Exception as e:  # every library has errors of its own here
         raise BindingError(
-            f"Storage.wrap: got {type(e).__name__}: {e} from {type(value).__name__}, need the "
-            "device that its memory is on"
+            f"DLPack: got {type(e).__name__}: {e} from {type(value).__name__}, need the device that "
+            "its memory is on"
         ) from e
     return kind, index
 

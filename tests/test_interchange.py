@@ -83,6 +83,24 @@ def test_the_array_alone_keeps_the_memory() -> None:
     assert alive() is None
 
 
+@pytest.mark.parametrize("dt", [lk.bf16, lk.f8_e4m3, lk.f8_e5m2], ids=str)
+@pytest.mark.parametrize("part", [np.s_[:], np.s_[::2, 1:], np.s_[:0], np.s_[1, 2]], ids=str)
+def test_bits_that_numpy_takes_from_nobody_are_copied(dt: lk.DType, part: Any) -> None:
+    """Of any strides: these are copies, and constants and inputs are arrays like any other."""
+    data = numbers(3, 4).astype(dt.numpy)[part].astype(dt.numpy)
+    data = np.asfortranarray(data)
+    kind = {"bf16": 4, "f8_e4m3": 10, "f8_e5m2": 12}[dt.name]
+    lent = Exporter(data.view(dt.raw), change=tensor(code=kind))
+    g = lk.Graph()
+    x = g.placeholder(data.shape, dt)
+    for got in (
+        lk.Storage.from_array(lent).to_numpy(),
+        lk.realize(g.const(lent)),
+        lk.realize(x, {x: lent}),
+    ):
+        np.testing.assert_array_equal(got, data, strict=True)
+
+
 def test_a_refused_capsule_gives_its_memory_back() -> None:
     data = numbers(2, 3)
     alive = weakref.ref(data.base if data.base is not None else data)
@@ -139,10 +157,20 @@ def test_tensors_of_torch_go_both_ways_without_a_copy(name: str) -> None:
     assert whole.float().tolist() == [[0, 1], [1, 1], [1, 1]]
 
 
-def test_what_torch_refuses_is_told() -> None:
+@pytest.mark.parametrize("name", TORCH)
+def test_tensors_of_torch_are_copied_with_any_strides(name: str) -> None:
+    torch = pytest.importorskip("torch")
+    given = torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]]).to(getattr(torch, name)).t()
+    store = lk.Storage.from_array(given)
+    assert store.dtype.name == TORCH[name]
+    np.testing.assert_array_equal(store.to_numpy().astype(np.float32), given.float().numpy())
+
+
+@pytest.mark.parametrize("take", [lk.Storage.wrap, lk.Storage.from_array])
+def test_what_torch_refuses_is_told(take: Any) -> None:
     torch = pytest.importorskip("torch")
     with pytest.raises(lk.BindingError, match=r"requires? grad.*from Tensor, need memory"):
-        lk.Storage.wrap(torch.zeros(2, requires_grad=True))
+        take(torch.zeros(2, requires_grad=True))
 
 
 # What is refused
