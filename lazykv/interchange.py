@@ -117,8 +117,8 @@ def _dlpack_device(value: Any) -> tuple[int, int] | None:
         raise
     except Exception as e:  # every library has errors of its own here
         raise BindingError(
-            f"DLPack: got {type(e).__name__}: {e} from {type(value).__name__}, need the device that "
-            "its memory is on"
+            f"DLPack: got {type(e).__name__}: {e} from {type(value).__name__}, need the device "
+            "that its memory is on"
         ) from e
     return kind, index
 

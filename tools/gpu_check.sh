@@ -37,16 +37,20 @@ start=$(date +%s)
 python3 -m venv "$folder/venv"
 set -- --quiet --disable-pip-version-check
 if [ -n "${GPU_CHECK_WHEELS:-}" ]; then set -- "$@" --no-index --find-links "$GPU_CHECK_WHEELS"; fi
-"$folder/venv/bin/pip" install "$@" "$here[$extra,conformance]" || {
+code=0
+timeout 180 "$folder/venv/bin/pip" install "$@" "$here[$extra,conformance]" || code=$?
+if [ "$code" -eq 124 ]; then
+    echo "gpu_check: got no environment from pip in 180 s, need one; GPU_CHECK_WHEELS is faster" >&2
+    exit 4
+elif [ "$code" -ne 0 ]; then
     echo "gpu_check: got no environment from pip, need lazykv[$extra,conformance]" >&2
     exit 1
-}
+fi
 echo "installed lazykv[$extra] in $(($(date +%s) - start)) s"
 left=$((288 - ($(date +%s) - start)))
 if [ "$left" -lt 60 ]; then left=60; fi
 
 cd "$folder" # so that the installed package is checked, not the folder's
-code=0
 case $report in /*) ;; *) report=$OLDPWD/$report ;; esac
 "$folder/venv/bin/python" "$here/tools/gpu_check.py" --report "$report" \
     --minutes "$(echo "$left" | awk '{print $1 / 60}')" || code=$?

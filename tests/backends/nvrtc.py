@@ -2,8 +2,12 @@
 
 import ctypes
 import importlib.util
+import platform
+import sys
 from functools import cache
 from pathlib import Path
+
+import pytest
 
 # What CuPy adds to the options of every RawModule, so that we compile what it will run.
 CUPY_OPTIONS = ("-ftz=true", "--device-as-default-execution-space")
@@ -22,10 +26,17 @@ def library() -> ctypes.CDLL | None:
     return None
 
 
+# The `test` extra brings the library there: its absence is a failure, not a reason to skip.
+needs_nvrtc = pytest.mark.skipif(
+    library() is None and (sys.platform, platform.machine()) != ("linux", "x86_64"),
+    reason="nvidia-cuda-nvrtc-cu12 is not installed",
+)
+
+
 def compile_code(source: str, name: str, options: tuple[str, ...]) -> tuple[int, str, bytes]:
     """The status (0 is success), the log, and machine code (PTX where -arch is a compute_NN)."""
     nvrtc = library()
-    assert nvrtc is not None, "callers skip without the library"
+    assert nvrtc is not None, "need nvidia-cuda-nvrtc-cu12, of the test extra"
     program = ctypes.c_void_p()
     code = nvrtc.nvrtcCreateProgram(
         ctypes.byref(program), source.encode(), name.encode(), 0, None, None

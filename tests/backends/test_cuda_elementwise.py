@@ -164,7 +164,7 @@ def test_axes_merge_and_more_than_six_run_the_body(cuda: CudaBackend) -> None:
             assert got.tobytes() == wide.astype(lk.dtype(to).numpy).tobytes()
 
 
-@pytest.mark.skipif(nvrtc.library() is None, reason="nvidia-cuda-nvrtc-cu12 is not installed")
+@nvrtc.needs_nvrtc
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_75", "sm_100"])
 @np.errstate(all="ignore")

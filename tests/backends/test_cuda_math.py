@@ -36,7 +36,7 @@ extern "C" void narrow_all(const float* x, ELEMENT* out, long long n, unsigned c
 
 def rows_module(dtype: str) -> Any:
     return module(
-        "rms_norm", "softmax", "silu_mul", "rope", extra=CONVERSIONS, ELEMENT=dtype
+        "rms_norm", "softmax", "rope", extra=CONVERSIONS, ELEMENT=dtype
     )  # fmt: skip
 
 
@@ -126,31 +126,14 @@ def test_softmax(memory: Memory, dtype: str, flags: int, width: int) -> None:
     assert np.isnan(wide(out, dtype)[3:5]).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [0, 1, 255, 256, 513])
-def test_silu_and_its_product(memory: Memory, dtype: str, size: int) -> None:
-    rng = np.random.default_rng(4)
-    values = 20 * rng.normal(size=size)
-    values[:2] = (-200, 200)[:size]
-    x = memory.input(bits_of(values, dtype))
-    other = memory.input(bits_of(rng.normal(size=size), dtype))
-    launch = ck.launch_of("silu_mul", size=size)
-    for factor in (None, other):
-        out = memory.output(junk((size,), dtype))
-        rows_module(dtype).launch("silu_mul", launch, out, x, factor, size)
-        x64 = wide(x, dtype)
-        wanted = x64 / (1 + np.exp(-x64)) * (1 if factor is None else wide(factor, dtype))
-        check_close(out, wanted, np.abs(wanted) + 1e-30, dtype)
-
-
 def test_only_subnormal_f32_numbers_are_flushed(memory: Memory) -> None:
-    """As CuPy compiles. All f16 numbers are normal as f32."""
-    launch = ck.launch_of("silu_mul", size=1)
+    """As CuPy compiles. All f16 numbers are normal as f32. Rows of one, with an eps of 1, are x."""
+    launch = ck.launch_of("rms_norm", rows=1)
     for dtype, least, kept in (("f32", 1e-40, False), ("f16", 2.0**-24, True)):
-        x, two = (memory.input(bits_of(np.array([a]), dtype)) for a in (least, 2.0))
+        x, one = (memory.input(bits_of(np.array([a]), dtype)) for a in (least, 1.0))
         for flags in (0, FLUSH):
             out = memory.output(junk((1,), dtype))
-            rows_module(dtype).launch("silu_mul", launch, out, x, two, 1, flags=flags)
+            rows_module(dtype).launch("rms_norm", launch, out, x, one, 1, 1, 1, 1.0, flags=flags)
             assert wide(out, dtype)[0] == (0 if flags and not kept else wide(x, dtype)[0])
 
 

@@ -54,6 +54,25 @@ def test_without_a_gpu_it_says_so_in_one_line(command: list[Any], tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("pip", "code", "text"), [(124, 4, "in 180 s"), (2, 1, "need lazykv[")])
+def test_without_an_environment_it_says_why(pip: int, code: int, text: str, tmp_path: Path) -> None:
+    """With a GPU, as far as the script sees, and an installation that fails or takes too long."""
+    commands = {
+        "nvidia-smi": "echo 'CUDA Version: 13.0'",
+        "python3": 'mkdir -p "$3/bin"',
+        "timeout": f"[ $1 = 180 ] && exit {pip}",
+    }
+    for name, line in commands.items():
+        Path(tmp_path, name).write_text(f"#!/bin/sh\n{line}\n")
+        Path(tmp_path, name).chmod(0o755)
+    done = subprocess.run(
+        ["sh", TOOLS / "gpu_check.sh"], capture_output=True, text=True, check=False,
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr.count("\n")) == (code, 1)
+    assert text in done.stderr
+
+
 def test_the_extras_bring_what_the_backend_uses_of_cuda() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"

@@ -1,4 +1,4 @@
-// Rows reduced by one block each, in f32: rms_norm and softmax over the last axis, and silu.
+// Rows reduced by one block each, in f32: rms_norm and softmax over the last axis.
 //
 // ELEMENT is the dtype of every array. The elements of a row are neighbours; rows of x lie `step`
 // elements apart, those of the result side by side.
@@ -40,18 +40,5 @@ lazykv_softmax(ELEMENT* __restrict__ out, const ELEMENT* __restrict__ x, i64 row
         for (i64 i = threadIdx.x; i < width; i += blockDim.x) {
             out[row * width + i] = narrow<ELEMENT>(expf(widen(from[i]) - top) / sum);
         }
-    }
-}
-
-// silu(x) = x / (1 + exp(-x)), times `other` unless that is null; contiguous arrays.
-extern "C" __global__ void __launch_bounds__(256)
-lazykv_silu_mul(ELEMENT* __restrict__ out, const ELEMENT* __restrict__ x,
-                const ELEMENT* __restrict__ other, i64 size) {
-    i64 step = (i64)gridDim.x * blockDim.x;
-    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < size; i += step) {
-        float a = widen(x[i]);
-        // exp overflows to infinity for a below about -88, and a / infinity is the right -0.
-        float y = a / (1 + expf(-a));
-        out[i] = narrow<ELEMENT>(other ? y * widen(other[i]) : y);
     }
 }

@@ -46,7 +46,6 @@ class Launch:
 
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
-    shared_bytes: int = 0
 
 
 def _strided(size: int) -> Launch:
@@ -87,7 +86,6 @@ _LAUNCHES: dict[str, Callable[..., Launch]] = {
     "take": _strided,
     "rms_norm": _by_row,
     "softmax": _by_row,
-    "silu_mul": _strided,
     "rope": _strided,
     "attention": _attention,
     "paged_attention": _attention,
@@ -104,10 +102,10 @@ def launch_of(name: str, **sizes: int) -> Launch:
     """The launch of a kernel.
 
     Sizes are ``size`` (elements of the walk or the result; pairs for rope) of `copy`,
-    `write_slice_at`, `write_slice_rotating`, `write_rows`, `take`, `silu_mul`, `rope`, `map` and
-    `gemv_reduce`; ``rows`` of `rms_norm` and `softmax`; none of `write_rows_check`; ``batch, heads,
-    kv_heads, queries, lines, splits`` of the attentions (`lines` as compiled), ``lines`` (``batch *
-    heads * queries``) of `attention_reduce`; ``n, vec, splits`` of `gemv`.
+    `write_slice_at`, `write_slice_rotating`, `write_rows`, `take`, `rope`, `map` and `gemv_reduce`;
+    ``rows`` of `rms_norm` and `softmax`; none of `write_rows_check`; ``batch, heads, kv_heads,
+    queries, lines, splits`` of the attentions (`lines` as compiled), ``lines`` (``batch * heads *
+    queries``) of `attention_reduce`; ``n, vec, splits`` of `gemv`.
     """
     return _LAUNCHES[name](**sizes)
 

@@ -141,7 +141,6 @@ _ROWS: list[tuple[str, tuple[str, ...], tuple[str, ...], str]] = [
     ("rms_norm", ("norm.cu",), ("ELEMENT",),
      "out* x* weight* rows:i64 width:i64 step:i64 eps:f32"),
     ("softmax", ("norm.cu",), ("ELEMENT",), "out* x* rows:i64 width:i64 step:i64"),
-    ("silu_mul", ("norm.cu",), ("ELEMENT",), "out* x* other* size:i64"),
     ("rope", ("rope.cu",), ("ELEMENT",), "out* x* cos* sin* args:rope"),
     ("attention", (*_CORE, "attention.cu"), _HEADS, f"out* q* k* v* length* {_PARTS}"),
     ("paged_attention", (*_CORE, "paged_attention.cu"), _HEADS,
