@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lazykv import counters
-from lazykv.cli.arguments import count, location_name
+from lazykv.cli.arguments import count
 from lazykv.cli.exits import OK, UsageError
 from lazykv.cli.models import add_model, add_sampling, check_sampling, load_model, text_from
 from lazykv.kv.pairs import KvPairCache
@@ -50,10 +50,6 @@ def add_commands(commands: Any) -> None:
     parser.add_argument(
         "--max-seq-len", type=count, metavar="N",
         help="most rows of the cache, prompt included (default: the model's context)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--device", type=location_name, metavar="LOCATION", default="cpu",
-        help="where the cache lives and the model runs (default cpu)",
     )  # fmt: skip
     add_sampling(parser)
     parser.add_argument("--stats", action="store_true", help="counts and speed, on standard error")

@@ -5,17 +5,21 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from lazykv.cli.arguments import count, number, whole
+from lazykv.cli.arguments import count, location_name, number, whole
 from lazykv.cli.exits import UsageError
 from lazykv.models import LlamaModel, load
 from lazykv.models.sampling import Sampler, StopStrings
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """``--model``."""
+    """``--model`` and ``--device``."""
     parser.add_argument(
         "--model", metavar="M", default="smollm2",
         help="smollm2 (the default: small, fetched once), a .gguf file or a safetensors folder",
+    )  # fmt: skip
+    parser.add_argument(
+        "--device", type=location_name, metavar="LOCATION", default="cpu",
+        help="where the cache lives and the model runs (default cpu)",
     )  # fmt: skip
 
 

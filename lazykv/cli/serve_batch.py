@@ -21,6 +21,7 @@ from lazykv.cli.models import (
     terminal_bar,
     text_from,
 )
+from lazykv.device import device
 from lazykv.kv.block_store import BlockStore, FolderBlockStore
 from lazykv.models import LlamaModel
 from lazykv.serving import Engine, Request
@@ -98,6 +99,7 @@ def add_commands(commands: Any) -> None:
 def _serve_batch(args: argparse.Namespace) -> int:
     check_sampling(args)
     prompts = _prompts(args.prompts)
+    device(args.device)  # one that is not there is told before a model loads
     model = load_model(args)
     with ExitStack() as stack:
         store = None
@@ -141,7 +143,7 @@ class _Run:
         self.plans_before = counters.stats().plans_built
         ids = [_ids(model, prompt, args.chat) for prompt in prompts]
         blocks = args.blocks or _enough_blocks(model, ids, args)
-        self.pool = model.new_pool(blocks, args.block_size, store=store)
+        self.pool = model.new_pool(blocks, args.block_size, device=args.device, store=store)
         self.engine = Engine(model, self.pool, max_batch=args.batch)
         most = self.engine.max_context
         for prompt, tokens in zip(prompts, ids, strict=True):

@@ -53,6 +53,27 @@ def got(results: list[dict]) -> list[tuple[str, list[int], str | None]]:
     return [(r["text"], r["ids"], r["finish_reason"]) for r in results]
 
 
+def test_a_batch_runs_where_it_is_told_to(serve, prompts, expected, monkeypatch):
+    """The simulated device adds up as the CPU does, so the texts are the same."""
+    want, pools = expected(9), []
+    made = lk.models.LlamaModel.new_pool
+
+    def new_pool(self, *args, **kwargs):
+        pools.append(made(self, *args, **kwargs))
+        return pools[-1]
+
+    monkeypatch.setattr(lk.models.LlamaModel, "new_pool", new_pool)
+    results, _ = objects(serve(prompts, "--max-new-tokens", "9", "--json", "--device", "sim:1").out)
+    assert got(results) == want
+    assert [str(pool.device_location()) for pool in pools] == ["sim:1"]
+
+
+def test_a_device_that_is_not_there_is_told_first(serve, prompts):
+    done = serve(prompts, "--device", "sim:9")
+    assert (done.code, done.out) == (3, "")
+    assert "sim:9" in done.err
+
+
 def test_texts_in_the_order_of_the_file(serve, prompts, expected):
     want = "".join(
         f"> {prompt}\n{text}\n\n"
