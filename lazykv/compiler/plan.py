@@ -335,14 +335,7 @@ class Plan:
 
     def execute(self) -> list[HostArray]:
         """Walk the calls with the storages locked; bindings and symbols are in place."""
-        if self._epoch != registry.epoch:
-            self.check_topology()
-        if self._bound.stale:
-            self.resolve()
-        if self._bound.unsure:
-            self._bound.check_inputs()
-        if self._bound.refills:
-            self._bound.refill()
+        self._prepare()
         carried = [(c, c.begin()) for c in self._bound.carried.values()]
         self._complete, recording = False, self._captured
         claims = self._claims
@@ -379,6 +372,17 @@ class Plan:
             to_logical(array, spec.dtype)
             for array, spec in zip(results, self.program.results, strict=True)
         ]
+
+    def _prepare(self) -> None:
+        """Calls and inputs for the next pass, or the reason why there can be none."""
+        if self._epoch != registry.epoch:
+            self.check_topology()
+        if self._bound.stale:
+            self.resolve()
+        if self._bound.unsure:
+            self._bound.check_inputs()
+        if self._bound.refills:
+            self._bound.refill()
 
     def _settle(self) -> list[LazyKvError]:
         """After a failure: wait for what was given before it, so that no later pass is told of it.
