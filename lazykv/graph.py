@@ -51,6 +51,9 @@ class Graph:
     ) -> "Tensor":
         """Data known now: an array (snapshotted) or a `Storage` (taken by reference).
 
+        Nodes that run elsewhere copy it in every pass, but for a snapshot that is used on the
+        device that a plan is for: that one is copied there once, when it is planned.
+
         Python numbers and lists take `dtype` (NumPy's choice if None); arrays and storages must
         already have it, since dtypes are never cast on the way in.
         """
@@ -65,7 +68,7 @@ class Graph:
             raise DTypeError(f"const: got {store.spec}, need dtype {want}; convert it first")
         if store is not data:
             store.frozen = True
-        op = Const(store.shape, store.dtype, frozen=store.frozen)
+        op = Const(store.shape, store.dtype, store.frozen, store.is_snapshot)
         return self._add(op, (), name=name, data=store)
 
     def placeholder(

@@ -11,6 +11,7 @@ import numpy as np
 from lazykv import config, counters, poison
 from lazykv.backend_call import BackendCall
 from lazykv.device import (
+    CPU,
     Array,
     Backend,
     DeviceLike,
@@ -44,8 +45,8 @@ class Storage:
     *torn*: it refuses reads until a `write()` block has rewritten it whole.
     """
 
-    __slots__ = ("__weakref__", "array", "dtype", "exporter", "frozen", "id", "location", "lock",
-                 "made_by", "row_log", "shape", "torn", "version")  # fmt: skip
+    __slots__ = ("__weakref__", "_copies", "array", "dtype", "exporter", "frozen", "id", "location",
+                 "lock", "made_by", "row_log", "shape", "torn", "version")  # fmt: skip
 
     def __init__(
         self, array: Array, shape: Shape, dt: DType, location: DeviceLocation, *,
@@ -63,6 +64,7 @@ class Storage:
         self.torn = False
         self.lock = ReadWriteLock()
         self.row_log: poison.RowLog | None = None
+        self._copies: dict[DeviceLocation, Storage] = {}
         if not frozen:
             _writable.add(self)
 
@@ -119,6 +121,27 @@ class Storage:
             lent.array, lent.spec.shape, lent.spec.dtype, lent.place.location,
             frozen=lent.read_only, exporter=array, backend=lent.place.backend,
         )  # fmt: skip
+
+    @property
+    def is_snapshot(self) -> bool:
+        """Whether it is on the host and its bytes never change: nobody writes them, and no exporter
+        has them."""
+        return self.frozen and self.exporter is None and self.location == CPU
+
+    def at(self, location: DeviceLocation) -> "Storage":
+        """Itself, or of a snapshot the copy on another location, made once and kept.
+
+        Raises like `from_array`.
+        """
+        if location == self.location:
+            return self
+        assert self.is_snapshot, "only bytes that never change can be in two places"
+        copy = self._copies.get(location)
+        if copy is None or copy.made_by is not device(location).backend:
+            copy = Storage.from_array(self.to_numpy(), location)
+            copy.frozen = True
+            self._copies[location] = copy
+        return copy
 
     @property
     def nbytes(self) -> int:

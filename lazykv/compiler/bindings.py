@@ -39,7 +39,7 @@ class LeafBindings:
         self.position = {t: n for n, t in enumerate(self.leaves)}
         for n, t in enumerate(self.leaves):
             if t.data is not None:
-                self.storages[n] = t.data
+                self.storages[n] = t.data.at(program.leaves[n].location)
             elif isinstance(t.op, Alloc):
                 self.storages[n] = (kept or {}).get(t) or Storage.allocate(
                     t.shape, t.dtype, t.op.location

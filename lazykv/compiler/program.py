@@ -80,12 +80,14 @@ class ProgramStep:
 @dataclass(frozen=True, slots=True)
 class Leaf:
     """A buffer from outside: const data, a placeholder's binding, or an allocation that the caller
-    keeps. `written` says that the program writes it in place."""
+    keeps. `written` says that the program writes it in place, `position` which traced node it is,
+    and `node` which of the program's."""
 
     op: Op
     spec: Spec
     location: DeviceLocation
     position: int
+    node: int
     written: bool
 
 
@@ -183,7 +185,7 @@ class Program:
 
 def compile_trace(traced: Trace) -> Program:
     """Run the compiler on a traced graph. Raises typed errors for what cannot run anywhere."""
-    ir, moved = place(traced.ir)
+    ir, moved = place(traced.ir, traced.device)
     ir, moved = _chain(moved, rewrite(ir))
     outputs = [moved[i] for i in traced.outputs]
     for position, target in enumerate(outputs):
@@ -201,15 +203,19 @@ def _chain(first: list[int], second: tuple[IR, list[int]]) -> tuple[IR, list[int
 
 
 def _reachable(ir: IR, effects: Sequence[int]) -> tuple[IR, dict[int, int]]:
-    """Drop nodes that rewriting left without a use; leaves and targets stay. Also where the others
-    went."""
+    """Drop nodes that rewriting left without a use; leaves and targets stay, of a snapshot those
+    that are used. Also where the others went."""
     keep = {i for i, n in enumerate(ir.nodes) if isinstance(n.op, Output)} | set(effects)
     for index in range(len(ir) - 1, -1, -1):
         if index in keep:
             keep.update(ir[index].inputs)
+    used = {ir[i].origin for i in keep if isinstance(ir[i].op, Const)}
+    for index, node in enumerate(ir.nodes):
+        if isinstance(node.op, Const | Placeholder | Alloc) and node.origin not in used:
+            keep.add(index)
     out, moved = IR(), dict[int, int]()
     for index, node in enumerate(ir.nodes):
-        if index in keep or isinstance(node.op, Const | Placeholder | Alloc):
+        if index in keep:
             inputs = tuple(moved[i] for i in node.inputs)
             moved[index] = out.add(
                 Node(node.op, inputs, node.spec, node.location, node.origin, node.reason)
@@ -296,16 +302,16 @@ class _Assembler:
         return scratch_of(node.location, kernel, node.op, self._specs(index), node.spec)
 
     def _find_leaves(self) -> None:
-        """Leaves in the order of the trace; an Alloc is one only if the trace keeps it."""
+        """Leaves in the order of the nodes, a snapshot once for each location that uses it."""
         where = self.order.where
         written = {where[i].base for i, n in enumerate(self.ir.nodes) if n.op.destroys is not None}
-        at = {n.origin: i for i, n in enumerate(self.ir.nodes)
-              if isinstance(n.op, Const | Placeholder | Alloc)}  # fmt: skip
-        for position in self.traced.leaves:
-            index = at[position]
-            node = self.ir[index]
-            self.leaf_of[index] = len(self.leaves)
-            self.leaves.append(Leaf(node.op, node.spec, node.location, position, index in written))
+        for index, node in enumerate(self.ir.nodes):
+            if isinstance(node.op, Const | Placeholder | Alloc):
+                assert node.origin is not None, "the compiler makes no leaves of its own"
+                self.leaf_of[index] = len(self.leaves)
+                self.leaves.append(
+                    Leaf(node.op, node.spec, node.location, node.origin, index, index in written)
+                )
 
     def _memory(
         self, runs: list[int], scratch: dict[int, tuple[Spec, ...]]

@@ -33,6 +33,7 @@ class Trace:
     """The reachable part of a graph, twice: as positions, and as the user's own objects.
 
     Ops of the IR speak of stand-in symbols; `symbols[n]` is the user's symbol for stand-in n.
+    `device` is the one that the plan is for.
     """
 
     ir: IR
@@ -42,6 +43,7 @@ class Trace:
     conditions: tuple[Condition, ...]
     outputs: tuple[int, ...]
     effects: tuple[int, ...]
+    device: DeviceLocation
     key: tuple[Any, ...]
 
 
@@ -120,7 +122,7 @@ def trace(
     generations = tuple((place.name, generation(place)) for place in used)
     return Trace(
         ir, tuple(origins), tuple(leaves), tuple(symbols.positions), tuple(conditions), out, done,
-        (tuple(key), ranges, out, done, generations),
+        default, (tuple(key), ranges, out, done, default.name, generations),
     )  # fmt: skip
 
 

@@ -212,11 +212,9 @@ class _Collector:
 
     def leaf(self, n: int) -> doc.Leaf:
         leaf = self.program.leaves[n]
-        planned = self.program.node_of[leaf.position]
-        assert planned is not None, "a leaf is never dropped"
         return doc.Leaf(
             name=self.leaves[n],
-            node=self.ids[planned],
+            node=self.ids[leaf.node],
             kind=leaf.op.name,
             shape=leaf.spec.shape,
             dtype=leaf.spec.dtype.name,

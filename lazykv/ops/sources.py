@@ -30,11 +30,13 @@ class Const(Source):
     """Data held by the graph: a snapshot of a host array, or a storage taken by reference.
 
     The data is not a parameter: graphs that differ in data only share one compiled program.
-    `frozen` data is never written; a write into it works on a copy.
+    `frozen` data is never written; a write into it works on a copy. A `snapshot` never changes at
+    all, so that other locations keep copies of it.
     """
 
     name: ClassVar[str] = "const"
     frozen: bool = True
+    snapshot: bool = False
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ graph write-bytes: 3 nodes on cpu
 
   layer 0:
   %0  const 'cache.0.k'       f16[1,2,16,8]
-  %1  const 'cache.0.k.rows'  f16[1,2,3,8]   frozen
+  %1  const 'cache.0.k.rows'  f16[1,2,3,8]   frozen snapshot
   %2  write_slice(%0, %1)     f16[1,2,16,8]  starts=(0,0,start,0) widths=(1,2,3,8); overwrites %0
 
 symbol start: 0..13

@@ -23,7 +23,7 @@ GRAPH = """\
 graph write-bytes: 3 nodes on cpu
 
   %0  const 'k'            f16[1,2,16,4]
-  %1  const 'k.rows'       f16[1,2,3,4]   frozen
+  %1  const 'k.rows'       f16[1,2,3,4]   frozen snapshot
   %2  write_slice(%0, %1)  f16[1,2,16,4]  starts=(0,0,start,0) widths=(1,2,3,4); overwrites %0
 
 symbol start: 0..13
