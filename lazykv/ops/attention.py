@@ -20,7 +20,7 @@ from lazykv.ops.op import (
     need_same_dtype,
     need_scalar_i64,
 )
-from lazykv.ops.reduce import Softmax
+from lazykv.ops.reduce import Max, Softmax
 from lazykv.ops.sources import Fill, Iota, SymValue
 from lazykv.ops.views import BroadcastTo, Permute, Reshape
 from lazykv.spec import Shape, Spec
@@ -63,10 +63,11 @@ class Attention(Op):
     q is ``[B, Hq, Sq, D]``, k ``[B, Hkv, S, D]`` and v ``[B, Hkv, S, Dv]``; query head h reads key
     head ``h // (Hq/Hkv)``. Of the live rows the last Sq are the queries' own: query i stands at
     position ``length - Sq + i``, sees no later row if `causal`, and of the others only the last
-    `window` positions, its own included. Rows past `length` are never part of any arithmetic. A
-    query that sees nothing gives zeros. k and v may be 16-bit rows under f32 queries; arithmetic is
-    f32 then, like the result. Inputs are q, k, v, then the mask if `has_mask` (bool, True
-    is visible, or additive), then the length as a rank-0 i64 if `has_length`.
+    `window` positions, its own included. Rows past `length`, and those that a mask hides from every
+    query of their head, do not matter, whatever they hold. A query that sees nothing gives zeros. k
+    and v may be 16-bit rows under f32 queries; arithmetic is f32 then, like the result. Inputs are
+    q, k, v, then the mask if `has_mask` (bool, True is visible, or additive), then the length as a
+    rank-0 i64 if `has_length`.
     """
 
     name: ClassVar[str] = "attention"
@@ -174,10 +175,11 @@ class Attention(Op):
         scores = lower_scores(b, q, k, self.scale)
         if self.has_mask:
             mask = _lower_mask(b, ins[3], full)
-            if b.spec(mask).dtype is bool_:
-                seen = b.apply(And(), seen, mask)
-            else:
+            if b.spec(mask).dtype is not bool_:
                 scores = b.apply(Add(), scores, mask)
+                mask = b.apply(Gt(), mask, b.apply(Fill(full, dtype, -math.inf)))
+            seen = b.apply(And(), seen, mask)
+            v = _seen_rows(b, seen, v)
         return lower_weighted(b, scores, seen, v)
 
     def _lower_visible(self, b: Any, length: Any, queries: int, rows: int) -> Any:
@@ -205,9 +207,13 @@ def attend(xp: Any, q: Any, k: Any, v: Any, scale: float, *masks: Any) -> Any:
     scores = xp.matmul(grouped, xp.matrix_transpose(k))
     scores = xp.reshape(scores, (batch, heads, queries, rows))
     for mask in masks:
-        is_bool = xp.isdtype(mask.dtype, "bool")
-        scores = xp.where(mask, scores, -xp.inf) if is_bool else scores + mask
+        seen = mask
+        if not xp.isdtype(mask.dtype, "bool"):
+            scores, seen = scores + mask, mask != -xp.inf
+        scores = xp.where(seen, scores, -xp.inf)
     weights = xp.reshape(Softmax(3).body(xp, scores), (*folded, rows))
+    if masks:  # a weight of zero does not silence a NaN
+        v = xp.where(xp.any(weights != 0, axis=2)[..., None], v, xp.zeros_like(v))
     return xp.reshape(xp.matmul(weights, v), (batch, heads, queries, v.shape[3]))
 
 
@@ -248,6 +254,22 @@ def lower_weighted(b: Any, scores: Any, seen: Any, v: Any) -> Any:
     weights = b.apply(Reshape(folded), b.apply(Softmax(3), scores))
     mixed = b.apply(MatMul(), weights, v)
     return b.apply(Reshape((batch, heads, queries, b.spec(v).shape[3])), mixed)
+
+
+def _seen_rows(b: Any, seen: Any, v: Any) -> Any:
+    """v with the rows set to zero that no query of their head sees (`seen` is bool like the
+    scores)."""
+    (batch, heads, queries, rows), shape, dtype = (
+        b.spec(seen).shape,
+        b.spec(v).shape,
+        b.spec(v).dtype,
+    )
+    folded = (batch, shape[1], heads // shape[1] * queries, rows)
+    ones = b.apply(Where(), seen, *(b.apply(Fill(b.spec(seen).shape, dtype, n)) for n in (1, 0)))
+    most = b.apply(Max(2), b.apply(Reshape(folded), ones))
+    any_seen = b.apply(Gt(), most, b.apply(Fill(b.spec(most).shape, dtype, 0)))
+    wide = b.apply(BroadcastTo(shape), b.apply(Reshape((*shape[:3], 1)), any_seen))
+    return b.apply(Where(), wide, v, b.apply(Fill(shape, dtype, 0)))
 
 
 def _lower_mask(b: Any, mask: Any, full: Shape) -> Any:

@@ -133,10 +133,10 @@ def masked(seen: Seen, mask: Array, shape: Sequence[int]) -> Seen:
     full = np.broadcast_to(mask, tuple(shape))
 
     def both(b: int, h: int, i: int) -> dict[int, float]:
-        rows = seen(b, h, i)
+        rows, own = seen(b, h, i), full[b, h, i]
         if full.dtype == np.bool_:
-            return {r: more for r, more in rows.items() if full[b, h, i, r]}
-        return {r: more + float(full[b, h, i, r]) for r, more in rows.items()}
+            return {r: more for r, more in rows.items() if own[r]}
+        return {r: more + float(own[r]) for r, more in rows.items() if own[r] != -np.inf}
 
     return both
 

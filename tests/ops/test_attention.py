@@ -156,6 +156,23 @@ def test_K3_mask_polarity() -> None:
         check_everywhere(lambda *t: lk.attention(*t[:3], mask=t[3]), [q, k, v, mask], [[[[2.5]]]])
 
 
+@pytest.mark.parametrize("dead", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("kind", ["bool", "additive"])
+def test_K2_rows_hidden_from_every_query_never_matter(kind: str, queries: int, dead: float) -> None:
+    """Padding of a ragged batch: other rows of each sequence, the middle ones of one head too."""
+    q, k, v = operands(28, queries=queries, batch=2)
+    seen = np.ones((2, 4, queries, k.shape[2]), np.bool_)
+    seen[0, :, :, 4:], seen[1, :2, :, 1:3] = False, False
+    k[0, :, 4:], v[0, :, 4:], k[1, 0, 1:3], v[1, 0, 1:3] = dead, dead, dead, dead
+    mask = seen if kind == "bool" else np.where(seen, 0, -np.inf).astype(np.float32)
+    clean = [np.where(np.isfinite(a), a, 0) for a in (k, v)]
+    want = reference(q, *clean, mask=mask, causal=False)
+    check_everywhere(
+        lambda *t: lk.attention(*t[:3], mask=t[3], causal=False), [q, k, v, mask], want
+    )
+
+
 def test_I3_head_mapping() -> None:
     q, k = np.zeros((1, 4, 1, 2), np.float32), np.zeros((1, 2, 3, 2), np.float32)
     v = np.broadcast_to(np.array([10, 20], np.float32).reshape(1, 2, 1, 1), (1, 2, 3, 1))

@@ -21,12 +21,12 @@ from fake_cupy import arrays, dlpack, kernels, memory, runtime, streams
 from fake_cupy.machine import CUDADriverError, Machine, machine
 
 FUNCTIONS = (
-    "add", "arange", "asarray", "ascontiguousarray", "asnumpy", "astype", "broadcast_to", "concat",
-    "divide", "empty", "empty_like", "equal", "exp", "expand_dims", "full", "greater",
-    "greater_equal", "isfinite", "less", "less_equal", "logical_and", "matmul", "matrix_transpose",
-    "max", "mean", "min", "moveaxis", "multiply", "nextafter", "not_equal", "ones_like",
-    "permute_dims", "remainder", "reshape", "sqrt", "squeeze", "subtract", "sum", "take", "tanh",
-    "where", "zeros", "zeros_like",
+    "add", "any", "arange", "asarray", "ascontiguousarray", "asnumpy", "astype", "broadcast_to",
+    "concat", "divide", "empty", "empty_like", "equal", "exp", "expand_dims", "full", "greater",
+    "greater_equal", "isfinite", "less", "less_equal", "logical_and", "matmul",
+    "matrix_transpose", "max", "mean", "min", "moveaxis", "multiply", "nextafter", "not_equal",
+    "ones_like", "permute_dims", "remainder", "reshape", "sqrt", "squeeze", "subtract", "sum",
+    "take", "tanh", "where", "zeros", "zeros_like",
 )  # fmt: skip
 """The functions of the namespace; the tests check that CuPy has them."""
 

@@ -32,13 +32,13 @@ def case(
     name: str, *, batch: int = 1, heads: int = 4, kv: int = 2, queries: int = 1, rows: int = 7,
     dim: int = 8, dv: int = 8, alive: int | None = None, by: str = "number",
     make_q: Maker = numbers, mask: tuple[tuple[int, ...], str | None, Maker] | None = None,
-    q_dtype: str | None = None, **options: Any,
+    seen: int | None = None, q_dtype: str | None = None, **options: Any,
 ) -> Case:  # fmt: skip
-    """Attention; `alive` rows are live, told by a number, a symbol or a tensor. Rows past them hold
-    NaN."""
+    """Attention; `alive` rows are live, told by a number, a symbol or a tensor, and `seen` of them
+    under the mask. Rows past them hold NaN."""
     n = rows if alive is None else alive
     shapes = [(batch, heads, queries, dim), (batch, kv, rows, dim), (batch, kv, rows, dv)]
-    make = numbers if alive is None else live(n)
+    make = numbers if alive is None and seen is None else live(n if seen is None else seen)
     operands = [
         Operand(shapes[0], q_dtype, make_q), *(Operand(shape, make=make) for shape in shapes[1:])
     ]  # fmt: skip
@@ -74,6 +74,7 @@ def additive(*shape: int) -> Maker:
 
 
 HIDDEN = np.array([[False] * 5, [True, False, True, True, False], [False] * 5])
+THREE_OF_FIVE = np.array([0.5, 0.5, -0.5, -np.inf, -np.inf]).reshape(1, 1, 1, 5)
 STEEP = given(np.full((1, 4, 1, 8), 60.0))
 
 LIVE: list[tuple[str, dict[str, Any]]] = [
@@ -118,6 +119,10 @@ LINEAR = [
          mask=((4, 3, 5), None, additive(4, 3, 5))),
     case("attention_additive_mask_live", alive=5, by="symbol", batch=2,
          mask=((2, 1, 1, 5), None, additive(2, 1, 1, 5))),
+    case("attention_bool_mask_hides_nan", rows=5, queries=3, seen=3, causal=False,
+         mask=((5,), "bool", given(np.arange(5) < 3))),
+    case("attention_additive_mask_hides_nan", rows=5, batch=2, seen=3, causal=False,
+         mask=((1, 1, 1, 5), None, given(THREE_OF_FIVE))),
     case("attention_f32_on_16_bit", q_dtype="f32", alive=5, by="tensor"),
     case("attention_f32_on_16_bit_queries", q_dtype="f32", alive=5, queries=3, by="symbol"),
     case("attention_f32_on_16_bit_window", q_dtype="f32", alive=6, window=3, by="tensor"),
