@@ -10,8 +10,9 @@ class Stats:
     """Totals since the process started.
 
     `plans_built` counts graphs compiled, `plan_cache_hits` graphs whose structure was already
-    compiled, `kernels_run` plan steps executed, `bytes_moved` bytes written by moves (writes,
-    copies, fills and results), `allocations` buffers obtained from backends.
+    compiled, `kernels_run` plan steps executed but those that hand out a result, `bytes_moved`
+    bytes written by moves (writes, copies, fills and results), `allocations` buffers obtained from
+    backends.
     """
 
     plans_built: int = 0

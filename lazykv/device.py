@@ -2,19 +2,20 @@
 
 A backend is one class: locations, memory, copies and a kernel table. Built-in backends are
 imported on first use; others register under the entry-point group ``lazykv.backends`` (the entry
-point's name is the location's kind, its value a `Backend` class).
+point's name is the location's kind, its value a `Backend` class). An entry point named like a
+built-in kind is ignored. Of several with one name those that fail are passed over.
 """
 
-import importlib
 import importlib.metadata
 import os
 import re
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import EntryPoint
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 import numpy.typing as npt
@@ -156,6 +157,11 @@ class Backend(ABC):
     def locations(self) -> tuple[DeviceLocation, ...]:
         """The devices that can be used now."""
 
+    def facts(self, location: DeviceLocation) -> Mapping[str, str]:
+        """What results measured on a location depend on, for who reads a report: the hardware, its
+        driver, the library underneath, as in ``{"gpu": "NVIDIA L4", "driver_cuda": "13.0"}``."""
+        return {}
+
     @abstractmethod
     def allocate(self, nbytes: int, location: DeviceLocation) -> Array:
         """Uninitialized memory as a 1-D u8 array, at least 64-byte aligned.
@@ -296,27 +302,63 @@ if hasattr(os, "register_at_fork"):
 
 
 def _load(kind: str) -> Backend:
-    target = _BUILTIN.get(kind)
-    if target is not None:
-        module, _, attribute = target.partition(":")
-        made: Backend = getattr(importlib.import_module(module), attribute)()
-        return made
-    for point in importlib.metadata.entry_points(group=ENTRY_POINTS, name=kind):
+    if kind in _BUILTIN:
+        return _made(EntryPoint(kind, _BUILTIN[kind], ENTRY_POINTS))
+    points = tuple(importlib.metadata.entry_points(group=ENTRY_POINTS, name=kind))
+    if not points:
+        raise BackendUnavailable(
+            f"location kind {kind!r}: got no backend, need one of {', '.join(_known())}; or "
+            f"install a package with an entry point {kind!r} in {ENTRY_POINTS!r}"
+        )
+    return _made(points[0]) if len(points) == 1 else _one_of(kind, points)
+
+
+def _one_of(kind: str, points: Sequence[EntryPoint]) -> Backend:
+    """Of several packages the one whose backend can be made; raises unless it is exactly one."""
+    made, failed = dict[str, Backend](), dict[str, LazyKvError]()
+    for source, point in sorted({_source(p): p for p in points}.items()):
         try:
-            made = point.load()()
-        except LazyKvError:
-            raise
-        except (Exception, SystemExit) as e:  # some packages leave when a driver is missing
-            raise BackendUnavailable(
-                f"backend {kind!r}: got {type(e).__name__}: {e} while loading {point.value}, "
-                "need a Backend class"
-            ) from e
-        _check_backend(kind, made, f" from {point.value}")
-        return made
+            made[source] = _made(point)
+        except LazyKvError as e:
+            failed[source] = e
+    if len(made) == 1:
+        return next(iter(made.values()))
+    if made:
+        raise BackendUnavailable(
+            f"backend {kind!r}: got {' and '.join(made)}, need one; uninstall the other, or "
+            "choose with register_backend"
+        )
+    told = "; ".join(f"{source}: {e}" for source, e in failed.items())
     raise BackendUnavailable(
-        f"location kind {kind!r}: got no backend, need one; install a package with an entry point "
-        f"{kind!r} in {ENTRY_POINTS!r}"
-    )
+        f"backend {kind!r}: got {len(failed)} that fail, need one that loads; {told}"
+    ) from ExceptionGroup(f"backend {kind!r}", list(failed.values()))
+
+
+def _made(point: EntryPoint) -> Backend:
+    """The backend of an entry point; raises if it cannot be made, or cannot be used."""
+    try:
+        made: Backend = point.load()()
+    except LazyKvError:
+        raise
+    except (Exception, SystemExit) as e:  # some packages leave when a driver is missing
+        raise BackendUnavailable(
+            f"backend {point.name!r}: got {type(e).__name__}: {e} while loading {point.value}, "
+            "need a Backend class"
+        ) from e
+    _check_backend(point.name, made, f" from {point.value}")
+    locations_of(point.name, made)
+    return made
+
+
+def _source(point: EntryPoint) -> str:
+    package = "" if point.dist is None else f"{point.dist.name} {point.dist.version}: "
+    return f"{package}{point.value}"
+
+
+def _known() -> list[str]:
+    """Kinds that have a backend or may get one, whether or not it works here."""
+    brought = importlib.metadata.entry_points(group=ENTRY_POINTS).names
+    return sorted({*_BUILTIN, *registry.backends, *(k for k in brought if _KIND.fullmatch(k))})
 
 
 def check_kind(kind: object) -> str:

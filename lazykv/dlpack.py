@@ -14,10 +14,12 @@ import numpy as np
 from lazykv.dtypes import ALL, DType, to_logical
 from lazykv.errors import BindingError, DTypeError, LazyKvError
 
-HOST, CUDA, EXTENSION = 1, 2, 12
-"""Device types: host memory, CUDA memory, and one for devices that DLPack has no number for."""
+HOST, CUDA, PINNED, EXTENSION = 1, 2, 3, 12
+"""Device types: host memory, CUDA memory, host memory that CUDA pinned, and one for devices that
+DLPack has no number for."""
 
 _VERSION = (1, 1)
+_MOST_AXES = 64  # NumPy's most
 _READ_ONLY, _COPIED = 1, 2  # bits of the flags
 
 
@@ -78,10 +80,11 @@ class Lent:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def borrow(exporter: Any, stream: int | None) -> Lent:
+def borrow(exporter: Any, stream: int | None, *, may_copy: bool = False) -> Lent:
     """Ask an exporter for its memory; `stream` is DLPack's number of the stream that will use it.
 
-    Raises `BindingError` if the exporter refuses, copies, or speaks a later DLPack; `DTypeError`.
+    Raises `BindingError` if the exporter refuses, speaks a later DLPack, says what cannot be, or
+    copies (unless it may); `DTypeError`.
     """
     who = type(exporter).__name__
     try:
@@ -94,13 +97,24 @@ def borrow(exporter: Any, stream: int | None) -> Lent:
         ) from e
     header, tensor = contents(capsule)
     flags = 0 if header is None else header.flags
-    if flags & _COPIED:
+    if flags & _COPIED and not may_copy:
         raise BindingError(f"DLPack: got a copy from {who}, need the memory itself")
+    dt, ndim = _dtype(tensor), tensor.ndim
+    shape = tuple(tensor.shape[:ndim]) if 0 < ndim <= _MOST_AXES else ()
+    strides = tuple(tensor.strides[:ndim]) if shape and tensor.strides else None
+    nbytes = math.prod(shape) * dt.itemsize
+    if (
+        not 0 <= ndim <= _MOST_AXES
+        or any(not 0 <= n < 1 << 63 for n in (*shape, nbytes))
+        or (nbytes and not tensor.data)
+    ):
+        raise BindingError(
+            f"DLPack: got shape {shape} of {ndim} axes at address {tensor.data} from {who}, need "
+            "memory that there can be"
+        )
     return Lent(
-        capsule, (tensor.device_type, tensor.device_id),
-        (tensor.data or 0) + tensor.byte_offset, tuple(tensor.shape[: tensor.ndim]),
-        tuple(tensor.strides[: tensor.ndim]) if tensor.strides else None, _dtype(tensor),
-        bool(flags & _READ_ONLY),
+        capsule, (tensor.device_type, tensor.device_id), (tensor.data or 0) + tensor.byte_offset,
+        shape, strides, dt, bool(flags & _READ_ONLY),
     )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ from lazykv.ops.write import WriteSlice, WriteSliceDoff, WriteSliceRotating
 from lazykv.ops.write_rows import WriteRows
 from lazykv.spec import Shape, Spec, as_axis, as_shape, check_size, finite, whole
 from lazykv.storage import Storage
-from lazykv.symbols import DimLike, as_dim, as_expr
+from lazykv.symbols import DimLike, as_expr, dim_argument
 
 Ranges: TypeAlias = Sequence[tuple[DimLike, DimLike]]
 
@@ -97,6 +97,8 @@ class Graph:
         self, op: Op, inputs: tuple["Tensor", ...], name: str | None = None,
         data: Storage | None = None,
     ) -> "Tensor":  # fmt: skip
+        if name is not None and not isinstance(name, str):
+            raise GraphError(f"{op.name}: got name {name!r}, need a str or None")
         spec = check_size(op.name, op.infer(*(t.spec for t in inputs)))
         layout = None
         if op.destroys is not None:
@@ -108,7 +110,8 @@ class Graph:
                 )
         elif len(inputs) == 1:
             layout = op.alias(inputs[0].layout)
-        node = Tensor(self, op, inputs, spec, layout or Layout.contiguous(spec.shape), name, data)
+        layout = layout or Layout.contiguous(spec.shape)
+        node = Tensor.made_of(_Fields(self, op, inputs, spec, layout, name, data))
         self._nodes.append(node)
         self._by_id[node.node_id] = node
         return node
@@ -116,7 +119,7 @@ class Graph:
     def node(self, node_id: int) -> "Tensor":
         """The node with this id; GraphError if it is not of this graph."""
         try:
-            return self._by_id[node_id]
+            return self._by_id[whole("Graph.node", "id", node_id)]
         except KeyError:
             raise GraphError(f"Graph.node: got id {node_id}, need a node of this graph") from None
 
@@ -158,12 +161,8 @@ def _numbers(data: object, want: DType) -> HostArray:
     return nearest(found, want)
 
 
-class Tensor:
-    """A node of a graph and the handle to build on it. `==` and `hash` are identity.
-
-    Elementwise comparison is `eq ne lt le gt ge`. Operands of arithmetic have equal shapes and
-    dtypes (or one is a Python number): broadcasting is asked for with `broadcast_to`.
-    """
+class _Fields:
+    """What a node consists of. Until it is a `Tensor`, these can be set."""
 
     __slots__ = (
         "__weakref__",
@@ -189,6 +188,31 @@ class Tensor:
         self.layout = layout
         self.name = name
         self.data = data
+
+
+class Tensor(_Fields):
+    """A node of a graph and the handle to build on it. It never changes, and `==` and `hash` are
+    identity.
+
+    Elementwise comparison is `eq ne lt le gt ge`. Operands of arithmetic have equal shapes and
+    dtypes (or one is a Python number): broadcasting is asked for with `broadcast_to`.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def made_of(cls, fields: _Fields) -> "Tensor":
+        """The same object as a node. Small graphs are built for every row that a cache takes, and
+        to set fields one by one in spite of `__setattr__` would cost as much as all the rest."""
+        fields.__class__ = cls
+        assert isinstance(fields, Tensor)
+        return fields
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"{self!r}: got a new {name}, need none; a node never changes")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"{self!r}: got no {name}, need it; a node never changes")
 
     @property
     def shape(self) -> Shape:
@@ -234,9 +258,8 @@ class Tensor:
         The first `sinks` positions have slots of their own, and the others rotate behind them.
         """
         axis = as_axis("write_slice_rotating", axis, len(self.shape))
-        op = WriteSliceRotating(
-            axis, whole("write_slice_rotating", "modulus", modulus), whole("sinks", "sinks", sinks)
-        )
+        who = "write_slice_rotating"
+        op = WriteSliceRotating(axis, whole(who, "modulus", modulus), whole(who, "sinks", sinks))
         return self._do(op, src, position)
 
     def write_rows(self, src: "Tensor", rows: "Tensor", count: "Tensor | None" = None) -> "Tensor":
@@ -261,12 +284,12 @@ class Tensor:
     def slice(self, axis: int, start: DimLike, length: SupportsIndex) -> "Tensor":
         """`length` elements of an axis from `start` (a number or a symbol expression)."""
         axis = as_axis("slice", axis, len(self.shape))
-        n = as_dim(length)
+        n = dim_argument("slice", "length", length)
         if not isinstance(n, int):
             raise ShapeError(
                 f"slice: got length {n}, need a number; only the start may be a symbol"
             )
-        return self._do(Slice(axis, as_dim(start), n))
+        return self._do(Slice(axis, dim_argument("slice", "start", start), n))
 
     def permute(self, *axes: Any) -> "Tensor":
         order = axes[0] if len(axes) == 1 and isinstance(axes[0], Sequence) else axes
@@ -314,7 +337,7 @@ class Tensor:
                     out = out.slice(axis, start, width)
                 axis += 1
             else:
-                start = from_end(as_dim(item), out.shape[axis])
+                start = from_end(dim_argument("index", "index", item, axis), out.shape[axis])
                 if isinstance(start, int) and not 0 <= start < out.shape[axis]:
                     n = out.shape[axis]
                     raise RangeError(f"index: got {item} on axis {axis}, need {-n} <= index < {n}")
@@ -412,10 +435,10 @@ class Tensor:
         return self._do(Softmax(as_axis("softmax", axis, len(self.shape))))
 
     def rms_norm(self, weight: "Tensor", eps: SupportsFloat = 1e-5) -> "Tensor":
-        return self._do(RmsNorm(finite("eps", eps)), weight)
+        return self._do(RmsNorm(finite("rms_norm", "eps", eps)), weight)
 
     def layer_norm(self, weight: "Tensor", bias: "Tensor", eps: SupportsFloat = 1e-5) -> "Tensor":
-        return self._do(LayerNorm(finite("eps", eps)), weight, bias)
+        return self._do(LayerNorm(finite("layer_norm", "eps", eps)), weight, bias)
 
     def rope(self, cos: "Tensor", sin: "Tensor", interleaved: bool = False) -> "Tensor":
         """Rotate ``[..., S, D]`` by tables ``[S, D/2]``; pairs side by side if `interleaved`."""
@@ -428,6 +451,9 @@ class Tensor:
     def _compare(self, op: Op, other: Any) -> "Tensor":
         if not isinstance(other, Tensor):
             value = self._number(op.name, other)
+            # Checked under the name of the comparison, before a node is made for the number.
+            op.infer(self.spec, self.spec)
+            need_number_of(op.name, self.spec, value)
             other = self.graph.apply(Fill(self.shape, self.dtype, value))
         return self._do(op, other)
 

@@ -7,12 +7,10 @@ from typing import ClassVar, NewType, Self
 NodeId = NewType("NodeId", int)
 PlanId = NewType("PlanId", int)
 StorageId = NewType("StorageId", int)
-KvAllocId = NewType("KvAllocId", int)
 
 _node_ids = itertools.count(1)
 _plan_ids = itertools.count(1)
 _storage_ids = itertools.count(1)
-_alloc_ids = itertools.count(1)
 
 
 def next_node_id() -> NodeId:
@@ -27,12 +25,11 @@ def next_storage_id() -> StorageId:
     return StorageId(next(_storage_ids))
 
 
-def next_alloc_id() -> KvAllocId:
-    return KvAllocId(next(_alloc_ids))
-
-
 class Minted(int):
-    """Base of the ids that are types of their own: every construction mints a new one."""
+    """Base of the ids that are types of their own: every construction mints a new one.
+
+    A copy is the same id. A pickle is a plain number, since elsewhere it names nothing.
+    """
 
     _ids: ClassVar[Iterator[int]]
 
@@ -50,6 +47,24 @@ class Minted(int):
 
     def __copy__(self) -> Self:
         return self
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)
+
+
+class KvAllocId(Minted):
+    """Names one allocation of a cache or a pool.
+
+    ``KvAllocId(number)`` mints nothing: it is how a cache of another library, which counts by
+    itself, says which allocation it means.
+    """
+
+    def __new__(cls, number: int | None = None) -> Self:
+        return super().__new__(cls) if number is None else int.__new__(cls, number)
+
+
+def next_alloc_id() -> KvAllocId:
+    return KvAllocId()
 
 
 class ModelInstanceId(Minted):

@@ -4,7 +4,7 @@ from types import EllipsisType
 from typing import Any
 
 from lazykv.errors import GraphError, RangeError, ShapeError
-from lazykv.symbols import Dim, DimLike, as_dim, as_expr
+from lazykv.symbols import Dim, DimLike, as_dim, as_expr, dim_argument
 
 
 def half_open(who: str, axis: int, pair: tuple[DimLike, DimLike]) -> tuple[Dim, int]:
@@ -13,7 +13,7 @@ def half_open(who: str, axis: int, pair: tuple[DimLike, DimLike]) -> tuple[Dim, 
         low, high = pair
     except (TypeError, ValueError):
         raise ShapeError(f"{who}: got range {pair!r} on axis {axis}, need (start, end)") from None
-    start, end = as_dim(low), as_dim(high)
+    start, end = dim_argument(who, "start", low, axis), dim_argument(who, "end", high, axis)
     width = as_dim(as_expr(end) - start)
     if not isinstance(width, int):
         raise ShapeError(f"{who}: got width {width} on axis {axis}, need a number")
@@ -39,9 +39,10 @@ def expand(who: str, index: Any, rank: int) -> list[Any]:
 def slice_bounds(who: str, axis: int, item: slice, extent: int) -> tuple[Dim, int]:
     if item.step not in (None, 1):
         raise GraphError(f"{who}: got step {item.step} on axis {axis}, need 1")
-    start = 0 if item.start is None else from_end(as_dim(item.start), extent)
-    end = extent if item.stop is None else from_end(as_dim(item.stop), extent)
-    return half_open(who, axis, (start, end))
+    start, end = item.start, item.stop
+    start = 0 if start is None else dim_argument(who, "start", start, axis)
+    end = extent if end is None else dim_argument(who, "end", end, axis)
+    return half_open(who, axis, (from_end(start, extent), from_end(end, extent)))
 
 
 def from_end(dim: Dim, extent: int) -> Dim:

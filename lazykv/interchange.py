@@ -13,8 +13,11 @@ from lazykv.layout import Layout
 from lazykv.spec import Spec
 
 
-def host_array(value: object) -> HostArray:
-    """A caller's array-like, DLPack or buffer object as a NumPy array (no copy where possible)."""
+def host_array(value: object, *, in_place: bool = False) -> HostArray:
+    """A caller's array-like, DLPack or buffer object as a NumPy array (no copy where possible).
+
+    `in_place`: BindingError for what NumPy can only copy, such as a list or a number.
+    """
     if isinstance(value, np.ma.MaskedArray):
         raise BindingError("array: got MaskedArray, need one without a mask; use filled()")
     if isinstance(value, np.ndarray):
@@ -25,13 +28,24 @@ def host_array(value: object) -> HostArray:
         return np.frombuffer(value, np.uint8)
     who = type(value).__name__
     try:
-        return np.asarray(value)
+        return np.asarray(value, copy=False if in_place else None)
     except LazyKvError:
         raise
     except ValueError as e:
+        if in_place:
+            host_array(value)  # what fails in other ways is told as it always is
+            raise BindingError(
+                f"Storage.wrap: got {who}, need memory to use in place; Storage.from_array copies"
+            ) from e
         raise ShapeError(f"array: got {who}: {e}, need a rectangular one") from e
     except Exception as e:  # what is asked for its array may raise anything
         raise BindingError(f"array: got {type(e).__name__}: {e} from {who}, need an array") from e
+
+
+def read_only(array: HostArray) -> HostArray:
+    """The same memory, which no flag of a view makes writable again. The array is contiguous, and
+    of a dtype of NumPy's own."""
+    return np.asarray(memoryview(array).toreadonly())  # type: ignore[arg-type]
 
 
 def _from_dlpack(value: Any) -> HostArray:
@@ -41,13 +55,18 @@ def _from_dlpack(value: Any) -> HostArray:
     except LazyKvError:
         raise
     except Exception as e:  # of NumPy, for the memory of a device or bf16, or of the exporter
-        kind = _dlpack_device(value)
-        if kind is not None and kind[0] == dlpack.HOST:
-            return dlpack.host_elements(dlpack.borrow(value, None))
+        kind, who = _dlpack_device(value), type(value).__name__
+        lent = dlpack.borrow(value, None, may_copy=True) if _on_host(kind) else None
+        if lent is not None and _on_host(lent.device):
+            return dlpack.host_elements(lent)
         raise BindingError(
-            f"array: got {type(value).__name__}: {e}, need memory that the host can read; copy it "
-            "first, with to('cpu'), get() or to_numpy()"
+            f"array: got {who}: {e}, need memory that the host can read; copy it first, with "
+            "to('cpu'), get() or to_numpy()"
         ) from e
+
+
+def _on_host(kind: tuple[int, int] | None) -> bool:
+    return kind is not None and kind[0] in (dlpack.HOST, dlpack.PINNED)
 
 
 def _check_bits(value: Any) -> None:
@@ -124,7 +143,7 @@ def _dlpack_device(value: Any) -> tuple[int, int] | None:
 
 
 def _of_host(value: object, place: Device) -> Shared:
-    host = host_array(value)
+    host = host_array(value, in_place=True)
     spec = Spec(host.shape, dtype(host.dtype))
     if not host.flags.c_contiguous:
         raise _not_contiguous(spec, host.strides)

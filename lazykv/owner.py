@@ -1,53 +1,57 @@
-"""One thread at a time: what a cache or a context holds while a verb reads, writes and moves on."""
+"""One thread at a time: what a plan, a cache or a context holds while a verb works on it."""
 
 import os
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 from weakref import WeakSet
 
 from lazykv.errors import SessionBusy
+from lazykv.locks import new_hold, this_thread
 
 
 class Owner:
-    """A lock that is never waited for: a second thread gets `SessionBusy`, and so does the same one
-    unless it `nests`.
+    """Of what one thread at a time has to itself. Nobody waits: a second thread gets `SessionBusy`,
+    and so does the same one unless it `nests`."""
 
-    In a forked child nobody has it: the thread that did is gone.
-    """
-
-    __slots__ = ("__weakref__", "_nests", "lock")
+    __slots__ = ("__weakref__", "_nests", "holds")
 
     def __init__(self, *, nests: bool = True) -> None:
         self._nests = nests
-        self.free()
+        # Threads by hold: the first has it, others are about to be refused or are nested.
+        self.holds: dict[int, int] = {}
         _owners.add(self)
-
-    def free(self) -> None:
-        self.lock: Any = threading.RLock() if self._nests else threading.Lock()
 
     @contextmanager
     def hold(
         self, who: object, got: str = "a call while another thread is in one",
         need: str = "one owner",
     ) -> Iterator[None]:  # fmt: skip
-        lock = self.lock
-        if not lock.acquire(blocking=False):
-            raise SessionBusy(f"{who}: got {got}, need {need}")
+        hold, me = new_hold(), this_thread.number
         try:
+            self.holds[hold] = me
+            (first, thread), *_ = self.holds.items()
+            if first != hold and not (self._nests and thread == me):
+                raise SessionBusy(f"{who}: got {got}, need {need}")
             yield
         finally:
-            lock.release()
+            self.holds.pop(hold, None)
+
+    def after_fork(self) -> None:
+        """In a forked child only the forking thread has what it had."""
+        me = this_thread.number
+        for hold, thread in list(self.holds.items()):
+            if thread != me:
+                del self.holds[hold]
 
 
 _owners: WeakSet[Owner] = WeakSet()
 
 
 def _after_fork() -> None:
-    for owner in _owners:
-        owner.free()
+    for owner in list(_owners):
+        owner.after_fork()
 
 
 if hasattr(os, "register_at_fork"):

@@ -78,9 +78,11 @@ def as_axis(who: str, axis: SupportsIndex, rank: int) -> int:
         a = operator.index(axis)
     except TypeError:
         raise ShapeError(f"{who}: got axis {axis!r}, need an integer") from None
+    if rank == 0:
+        raise ShapeError(f"{who}: got axis {a} for rank 0, need rank >= 1")
     if not -rank <= a < rank:
         raise ShapeError(f"{who}: got axis {a} for rank {rank}, need {-rank} <= axis < {rank}")
-    return a % rank if rank else a
+    return a % rank
 
 
 def whole(who: str, name: str, value: SupportsIndex) -> int:
@@ -93,14 +95,14 @@ def whole(who: str, name: str, value: SupportsIndex) -> int:
     raise DTypeError(f"{who}: got {name} {value!r}, need a whole number")
 
 
-def finite(name: str, value: Any) -> float:
+def finite(who: str, name: str, value: Any) -> float:
     """A caller's real number; NaN and inf are mistakes here, not values."""
     try:
         number = float(value) if not isinstance(value, str | bytes) else math.nan
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise RangeError(f"{name}: got {value!r}, need a finite number")
+        raise RangeError(f"{who}: got {name} {value!r}, need a finite number")
     return number
 
 

@@ -29,8 +29,8 @@ from lazykv.errors import (
     StorageTornError,
     TopologyChanged,
 )
-from lazykv.ids import next_storage_id
-from lazykv.interchange import host_array, share
+from lazykv.ids import StorageId, next_storage_id
+from lazykv.interchange import host_array, read_only, share
 from lazykv.layout import Layout
 from lazykv.locks import ReadWriteLock, new_hold, this_thread
 from lazykv.spec import Shape, Spec, as_shape, check_size
@@ -39,14 +39,16 @@ from lazykv.spec import Shape, Spec, as_shape, check_size
 class Storage:
     """A typed, contiguous buffer in one location.
 
-    `id` is unique in the process and never reused; `version` moves with every completed write,
-    also by plans. `==` and `hash` are identity. A *frozen* storage (model weights, read-only
-    imports) refuses writes and therefore needs no lock. A storage whose writer failed midway is
-    *torn*: it refuses reads until a `write()` block has rewritten it whole.
+    `id` is unique in the process and never reused; like `dtype`, `shape` and `location` it never
+    changes. `version` moves with every completed write, also by plans. `==` and `hash` are
+    identity. A *frozen* storage (model weights, read-only imports) refuses writes and therefore
+    needs no lock. A storage whose writer failed midway is *torn*: it refuses reads until a
+    `write()` block has rewritten it whole.
     """
 
-    __slots__ = ("__weakref__", "_copies", "array", "dtype", "exporter", "frozen", "id", "location",
-                 "lock", "made_by", "row_log", "shape", "torn", "version")  # fmt: skip
+    __slots__ = ("__weakref__", "_copies", "_dtype", "_id", "_location", "_shape", "array",
+                 "exporter", "frozen", "lock", "made_by", "row_log", "torn",
+                 "version")  # fmt: skip
 
     def __init__(
         self, array: Array, shape: Shape, dt: DType, location: DeviceLocation, *,
@@ -54,12 +56,12 @@ class Storage:
     ) -> None:  # fmt: skip
         self.array = array
         self.made_by = device(location).backend if backend is None else backend
-        self.shape = shape
-        self.dtype = dt
-        self.location = location
+        self._shape = shape
+        self._dtype = dt
+        self._location = location
         self.frozen = frozen
         self.exporter = exporter
-        self.id = next_storage_id()
+        self._id = next_storage_id()
         self.version = 0
         self.torn = False
         self.lock = ReadWriteLock()
@@ -123,17 +125,34 @@ class Storage:
         )  # fmt: skip
 
     @property
+    def id(self) -> StorageId:
+        return self._id
+
+    @property
+    def dtype(self) -> DType:
+        return self._dtype
+
+    @property
+    def shape(self) -> Shape:
+        """The allocated shape."""
+        return self._shape
+
+    @property
+    def location(self) -> DeviceLocation:
+        return self._location
+
+    @property
     def is_snapshot(self) -> bool:
         """Whether it is on the host and its bytes never change: nobody writes them, and no exporter
         has them."""
-        return self.frozen and self.exporter is None and self.location == CPU
+        return self.frozen and self.exporter is None and self._location == CPU
 
     def at(self, location: DeviceLocation) -> "Storage":
         """Itself, or of a snapshot the copy on another location, made once and kept.
 
         Raises like `from_array`.
         """
-        if location == self.location:
+        if location == self._location:
             return self
         assert self.is_snapshot, "only bytes that never change can be in two places"
         copy = self._copies.get(location)
@@ -145,11 +164,11 @@ class Storage:
 
     @property
     def nbytes(self) -> int:
-        return Spec(self.shape, self.dtype).nbytes
+        return self.spec.nbytes
 
     @property
     def spec(self) -> Spec:
-        return Spec(self.shape, self.dtype)
+        return Spec(self._shape, self._dtype)
 
     @property
     def _backend(self) -> Backend:
@@ -164,71 +183,76 @@ class Storage:
 
     def check_backend(self) -> None:
         """Refuse bytes of a backend that was replaced: another one can only misread them."""
-        if not self.is_served_by(registry.find(self.location.kind)):
+        if not self.is_served_by(registry.find(self._location.kind)):
             raise TopologyChanged(
-                f"{self!r}: got another backend of {self.location} than the one that made it, need "
-                "a storage of that one; its bytes are gone"
+                f"{self!r}: got another backend of {self._location} than the one that made it, "
+                "need a storage of that one; its bytes are gone"
             )
 
     def _wait(self) -> None:
         """Until the work queued on the location has run; raises the first failure of it."""
-        with BackendCall(self.location, "synchronize"):
-            self.made_by.synchronize(self.location)
+        with BackendCall(self._location, "synchronize"):
+            self.made_by.synchronize(self._location)
 
     @contextmanager
     def read(self) -> Iterator[Array]:
         """The backend's own array (raw bits for bf16 and f8) under the shared lock, once the work
-        queued on its location has run."""
+        queued on its location has run.
+
+        A NumPy array comes as a read-only view. Nothing guards the arrays of other backends: what
+        is written into one here moves no version.
+        """
         backend = self._backend
         if self.frozen:
             self._wait()
-            with backend.current(self.location):
-                yield self.array
+            with backend.current(self._location):
+                yield _to_read(self.array)
             return
         hold = new_hold()
         try:
             self.lock.acquire_read(hold)
             self.check_readable()
             self._wait()
-            with backend.current(self.location):
-                yield self.array
+            with backend.current(self._location):
+                yield _to_read(self.array)
         finally:
-            self.lock.release_read(hold)
+            self.lock.release(hold)
 
     @contextmanager
     def write(self) -> Iterator[Array]:
         """The backend's own array under the exclusive lock; the version moves when it completes.
 
-        An exception inside the block leaves the storage torn.
+        An exception inside the block leaves the storage torn, until a later block completes, which
+        has to rewrite it whole. Where the host cannot write the array, its backend copies a
+        contiguous array of the same shape and the raw dtype into it::
+
+            with storage.write() as a:
+                lk.device(storage.location).backend.copy_in(a, host)
         """
         self.check_writable()
-        backend = self._backend
-        owner = self.lock.acquire_write(repr(self))
+        backend, hold = self._backend, new_hold()
         try:
-            self._wait()
-        except BaseException:  # of earlier work: nothing of this block has been written
-            self.lock.release_write(owner)
-            raise
-        try:
-            with backend.current(self.location):
-                yield self.array
-            self._wait()  # a copy that the block queued and that fails is part of it
-        except BaseException:
-            self.torn = True
-            raise
-        else:
+            self.lock.acquire_write(hold, self)
+            self._wait()  # what fails here is earlier work: nothing of this block has been written
+            try:
+                with backend.current(self._location):
+                    yield self.array
+                self._wait()  # a copy that the block queued and that fails is part of it
+            except BaseException:
+                self.torn = True
+                raise
             self.torn = False
             self.version += 1
             if self.row_log is not None:  # which rows the block wrote is not known
                 self.row_log.note(0, len(self.row_log.written))
         finally:
-            self.lock.release_write(owner)
+            self.lock.release(hold)
 
     def check_readable(self) -> None:
         if self.torn:
             raise StorageTornError(
-                f"{self!r}: got a read after a failed write, need it rewritten whole first; "
-                "use `with storage.write() as a: a[...] = ...`"
+                f"{self!r}: got a read after a failed write, need it rewritten whole first, in a "
+                "block `with storage.write() as a`"
             )
 
     def check_writable(self) -> None:
@@ -237,27 +261,28 @@ class Storage:
 
     def to_numpy(self) -> HostArray:
         """A fresh host copy in the allocated shape and the logical dtype."""
-        with self.read() as array, BackendCall(self.location, "copy_out"):
-            return to_logical(self._backend.copy_out(array), self.dtype)
+        with self.read(), BackendCall(self._location, "copy_out"):
+            return to_logical(self._backend.copy_out(self.array), self._dtype)
 
     # Exports share the memory and take no lock: who writes through one moves no version. Torn
     # memory is given to nobody, and frozen memory as read-only.
 
     def __dlpack__(self, **options: Any) -> object:
         self.check_readable()
-        with self._backend.current(self.location):  # the consumer waits for what was given to it
+        with self._backend.current(self._location):  # the consumer waits for what was given to it
             capsule = self.array.__dlpack__(**options)
-        return label(capsule, dtype=self.dtype, read_only=self.frozen)
+        return label(capsule, dtype=self._dtype, read_only=self.frozen)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         kind, index = self.array.__dlpack_device__()
         return int(kind), int(index)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> HostArray:
-        return np.array(to_logical(self._on_host(), self.dtype), dtype=dtype, copy=copy)
+        return np.array(to_logical(self._on_host(), self._dtype), dtype=dtype, copy=copy)
 
     def __buffer__(self, flags: int) -> memoryview:
-        """The raw bits, for Python 3.12 and later (PEP 688)."""
+        """The raw bits. Python calls this from 3.12 on (PEP 688). In 3.11 ``memoryview(storage)``
+        is a TypeError; ``np.asarray(storage)`` has the same memory there, in the logical dtype."""
         return memoryview(self._on_host())  # type: ignore[arg-type]
 
     def _on_host(self) -> HostArray:
@@ -266,10 +291,8 @@ class Storage:
         if not self._backend.capabilities.host_memory:
             raise BindingError(f"{self!r}: got a host access, need a copy; use to_numpy()")
         self._wait()
-        view: HostArray = np.asarray(self.array).view()
-        if self.frozen:
-            view.flags.writeable = False
-        return view
+        array: HostArray = np.asarray(self.array)
+        return read_only(array) if self.frozen else array.view()
 
     def __copy__(self) -> "Storage":
         return self  # a handle: a second object with this id would have a state of its own
@@ -281,16 +304,20 @@ class Storage:
         raise BindingError(f"{self!r}: got a pickle, need bytes; use to_numpy()")
 
     def __len__(self) -> int:
-        if not self.shape:
+        if not self._shape:
             raise ShapeError(f"{self!r}: got len() of a rank-0 storage, need rank >= 1")
-        return self.shape[0]
+        return self._shape[0]
 
     def __bool__(self) -> bool:
         return True
 
     def __repr__(self) -> str:
         state = " frozen" if self.frozen else " torn" if self.torn else ""
-        return f"Storage(id={self.id}, {self.spec} on {self.location}{state})"
+        return f"Storage(id={self._id}, {self.spec} on {self._location}{state})"
+
+
+def _to_read(array: Array) -> Array:
+    return read_only(array) if type(array) is np.ndarray else array
 
 
 _writable: weakref.WeakSet[Storage] = weakref.WeakSet()
@@ -316,12 +343,12 @@ def overlapping(storages: Sequence[Storage | None]) -> list[tuple[int, int]]:
     lent = {n for n, s in given if s.exporter is not None}
     if all(s.frozen for _, s in given):
         return []
-    places = {s.location for n, s in given if n in lent}
+    places = {s._location for n, s in given if n in lent}
     spans = []
     for n, s in given:
-        if s.location in places and s.nbytes:
+        if s._location in places and s.nbytes:
             start = s.made_by.address(s.array)
-            spans.append((str(s.location), start, start + s.nbytes, n))
+            spans.append((str(s._location), start, start + s.nbytes, n))
     out, begun = [], list[tuple[str, int, int, int]]()
     for span in sorted(spans):
         place, start, _, n = span
@@ -340,41 +367,34 @@ Claim: TypeAlias = tuple[Storage, bool]
 """A storage and whether it is to be written."""
 
 
-def acquire_all(claims: Sequence[Claim]) -> int:
-    """Take the locks of storages that stand in the order of their ids; all or none. Returns what
-    `release_all` takes.
+def acquire_all(claims: Sequence[Claim], hold: int) -> None:
+    """Take the locks of storages that stand in the order of their ids. Whoever calls this ends the
+    hold with `release_all`, also if it raises.
 
     Raises `StorageTornError` for a torn one. An uncontended write takes no Python-level call.
     """
-    me, hold = this_thread.number, new_hold()
-    done = 0
-    try:
-        for st, is_write in claims:
-            lock = st.lock
-            if not is_write:
-                lock.acquire_read(hold)
-            elif lock.readers or lock.owner == me or not lock.gate.acquire(blocking=False):
-                lock.acquire_write(repr(st))
-            else:
-                lock.owner = me
-                if lock.readers:
-                    lock.wait_for_readers()
-            done += 1
-            if st.torn:
-                st.check_readable()
-    except BaseException:
-        release_all(claims[:done], hold)
-        raise
-    return hold
+    writer = -this_thread.number
+    for st, is_write in claims:
+        lock = st.lock
+        if not is_write:
+            lock.acquire_read(hold)
+        elif lock.holds or lock.nested:
+            lock.acquire_write(hold, st)
+        else:
+            lock.holds[hold] = writer
+            if len(lock.holds) > 1 or lock.nested:
+                lock.wait_to_write(hold)
+        if st.torn:
+            st.check_readable()
 
 
 def release_all(claims: Sequence[Claim], hold: int) -> None:
-    for st, is_write in claims:
-        if is_write:
-            st.lock.owner = 0
-            st.lock.gate.release()
-        else:
-            st.lock.release_read(hold)
+    """End a hold of any of the storages."""
+    for st, _ in claims:
+        lock = st.lock
+        lock.holds.pop(hold, None)
+        if lock.nested or lock.bells:
+            lock.release(hold)
 
 
 def as_host_bytes(who: str, data: object) -> HostArray:

@@ -7,7 +7,7 @@ enough that bounds follow from the declared ranges by interval arithmetic.
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, SupportsIndex, TypeAlias
+from typing import Any, NoReturn, SupportsIndex, TypeAlias
 
 from lazykv.errors import SymbolError, SymbolRangeError
 
@@ -51,21 +51,42 @@ class _Arithmetic:
 class Sym(_Arithmetic):
     """A named integer in ``low..high`` (both inclusive; `high=None` is unbounded).
 
-    Two symbols are the same only if they are the same object; the name is for people. A declared
-    range lets bounds be proved when planning, and a value outside it is refused before the first
-    kernel of a pass.
+    Two symbols are the same only if they are the same object, which never changes and is its own
+    copy; the name is for people. A declared range lets bounds be proved when planning, and a value
+    outside it is refused before the first kernel of a pass.
     """
 
     __slots__ = ("high", "low", "name")
+    name: str
+    low: int
+    high: int | None
 
     def __init__(self, name: str, low: int = 0, high: int | None = None) -> None:
-        self.name = name
-        self.low = as_int(f"Sym {name!r} low", low)
-        self.high = None if high is None else as_int(f"Sym {name!r} high", high)
-        if self.low < 0 or (self.high is not None and self.high < self.low):
+        if not isinstance(name, str):
+            raise SymbolError(f"Sym: got name {name!r}, need a str")
+        least = as_int(f"Sym {name!r} low", low)
+        most = None if high is None else as_int(f"Sym {name!r} high", high)
+        if least < 0 or (most is not None and most < least):
             raise SymbolRangeError(
-                f"Sym {name!r}: got range {self.low}..{self.high}, need 0 <= low <= high"
+                f"Sym {name!r}: got range {least}..{most}, need 0 <= low <= high"
             )
+        for field, value in (("name", name), ("low", least), ("high", most)):
+            object.__setattr__(self, field, value)
+
+    def __setattr__(self, field: str, value: object) -> NoReturn:
+        raise AttributeError(f"Sym {self.name!r}: got a new {field}, need another Sym")
+
+    def __delattr__(self, field: str) -> NoReturn:
+        raise AttributeError(f"Sym {self.name!r}: got no {field}, need another Sym")
+
+    def __copy__(self) -> "Sym":
+        return self
+
+    def __deepcopy__(self, memo: object) -> "Sym":
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise SymbolError(f"Sym {self.name!r}: got a pickle, need a new Sym where it is loaded")
 
     def check(self, value: int) -> None:
         """Raise `SymbolRangeError` unless the value lies in the declared range."""
@@ -131,8 +152,21 @@ def as_expr(value: object) -> Expr:
 
 def as_dim(value: object) -> Dim:
     """Normalize a caller's int, symbol or expression."""
+    if type(value) is int:  # most are, several for each row that a cache takes
+        return value
     e = as_expr(value)
     return e if e.terms else e.const
+
+
+def dim_argument(who: str, name: str, value: object, axis: int | None = None) -> Dim:
+    """`as_dim` of an op's argument, with an error that names the op, the argument and its axis."""
+    try:
+        return as_dim(value)
+    except SymbolError:
+        where = "" if axis is None else f" on axis {axis}"
+        raise SymbolError(
+            f"{who}: got {value!r} as {name}{where}, need an integer or a symbol expression"
+        ) from None
 
 
 def _combine(a: Expr, b: Expr, sign: int) -> Expr:

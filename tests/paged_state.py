@@ -105,10 +105,12 @@ def state(pool: lk.DeviceKvPool) -> dict[str, Any]:
     """Everything a pool is, its bytes included."""
     return {
         "tables": tables(pool),
-        "unused": sorted(pool._blocks._unused),
-        "stamps": list(pool._stamps),
+        "unused": sorted({*pool._blocks._unused, *range(len(pool._blocks.refs), pool.capacity())}),
+        "stamps": [pool._stamps.get(b, 0) for b in range(pool.capacity())],
         "told": (pool.stats, pool.events()),
-        "written": (list(pool._rows_written), list(pool._slots_written)),
+        "written": [
+            (pool._rows_written[b], pool._slots_written[b]) for b in range(pool.capacity())
+        ],
         "stored": (list(pool._evicted._doomed), _keys(pool)),
         "bytes": [(raw_bytes(s), s.version, s.torn) for s in storages(pool)],
     }

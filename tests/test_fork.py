@@ -146,6 +146,37 @@ with a.write(), b.write():
 """)
 
 
+def test_what_the_forking_thread_is_in_the_middle_of_it_still_is_p6():
+    run("""
+g = lk.Graph()
+x = g.placeholder((2,), "f32")
+plan = lk.plan(x + 1.0, {x: np.zeros(2, np.float32)})
+owned = lk.KvCache.with_capacity(1, 2, 4, 8, "f32")
+
+def child():
+    try:
+        plan.run()
+        raise AssertionError("ran within its own pass")
+    except lk.SessionBusy:
+        pass
+    elsewhere_busy = []
+    def other():
+        try:
+            owned.truncate_to(0)
+        except lk.SessionBusy as e:
+            elsewhere_busy.append(e)
+    t = threading.Thread(target=other)
+    t.start()
+    t.join()
+    assert elsewhere_busy
+    owned.truncate_to(0)  # the verbs of a cache nest
+
+with plan.alone("a pass"), owned.owned("a verb"):
+    run(child)
+plan.run()
+""")
+
+
 def test_a_step_that_a_lost_thread_was_running_left_its_cache_torn_and_nothing_busy_p6():
     run("""
 cache, session, feed, pos = work()

@@ -1,5 +1,6 @@
 """What is refused while a graph is built, and with which words."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +64,9 @@ CASES: list[Case] = [
     ("const too large", lambda n: n.g.const([300], "u8"), DTypeError, ["300", "0..255"]),
     ("const negative", lambda n: n.g.const(-1, "u32"), DTypeError, ["-1", "u32"]),
     ("const text", lambda n: n.g.const("x"), DTypeError, ["U1"]),
+    ("const name", lambda n: n.g.const(1.0, name=3), GraphError, ["const: got name 3", "str"]),
+    ("placeholder name", lambda n: n.g.placeholder((1,), "f32", b"x"), GraphError,
+     ["placeholder: got name b'x'", "str or None"]),
     ("const ragged", lambda n: n.g.const([[1], [2, 3]]), ShapeError, ["rectangular"]),
     # writes
     ("rank", lambda n: n.m.write_slice(n.v, [(0, 1), (0, 4)]), ShapeError, ["f32[3,4]", "f32[4]"]),
@@ -73,6 +77,15 @@ CASES: list[Case] = [
     ("end", lambda n: n.v.write_slice(n.p((2,)), [(3, 5)]), RangeError, ["start", "3", "<= 2"]),
     ("negative start", lambda n: n.v.write_slice(n.p((2,)), [(-1, 1)]), RangeError, ["-1"]),
     ("reversed", lambda n: n.v.write_slice(n.p((2,)), [(3, 1)]), RangeError, ["3..1"]),
+    ("no end", lambda n: n.m.write_slice(n.m, [(0, 3), (0, None)]), SymbolError,
+     ["write_slice: got None as end on axis 1", "an integer or a symbol expression"]),
+    ("fractional start", lambda n: n.v.write_slice(n.v, [(0.0, 4)]), SymbolError,
+     ["write_slice: got 0.0 as start on axis 0"]),
+    ("bool end", lambda n: n.v.write_slice(n.p((1,)), [(0, True)]), SymbolError,
+     ["write_slice: got True as end on axis 0"]),
+    ("at end", lambda n: n.m.at[:, :2.5].set(n.m), SymbolError, ["at: got 2.5 as end on axis 1"]),
+    ("sinks", lambda n: n.v.write_slice_rotating(n.v, 0, n.at0, 4, 0.5), DTypeError,
+     ["write_slice_rotating: got sinks 0.5"]),
     ("wider than dest", lambda n: n.v.write_slice(n.p((5,)), [(0, 5)]), RangeError, ["5", "4"]),
     ("dtype", lambda n: n.v.write_slice(n.i, [(0, 4)]), DTypeError, ["f32[4]", "i32[4]", "cast"]),
     ("broadcast dest", lambda n: n.wide.write_slice(n.m, [(0, 3), (0, 4)]), GraphError,
@@ -104,7 +117,9 @@ CASES: list[Case] = [
     ("F2 length", lambda n: n.v.slice(0, 0, SHORT), ShapeError, ["short", "number"]),
     ("F2 index", lambda n: n.v[:SHORT], ShapeError, ["short"]),
     ("slice symbol", lambda n: n.v.slice(0, SHORT + 4, 1), RangeError, ["short + 4"]),
-    ("slice start", lambda n: n.v.slice(0, 1.5, 1), SymbolError, ["1.5"]),
+    ("slice start", lambda n: n.v.slice(0, 1.5, 1), SymbolError, ["slice: got 1.5 as start"]),
+    ("slice length kind", lambda n: n.v.slice(0, 0, "1"), SymbolError,
+     ["slice: got '1' as length"]),
     ("permute twice", lambda n: n.m.permute(0, 0), ShapeError, ["[0, 0]"]),
     ("permute few", lambda n: n.t.permute(1, 0), ShapeError, ["[1, 0]", "f32[2,3,4]"]),
     ("transpose", lambda n: n.m.transpose(0, 2), ShapeError, ["axis 2"]),
@@ -119,6 +134,9 @@ CASES: list[Case] = [
     ("index slice", lambda n: n.v[2:7], RangeError, ["5"]),
     ("index step", lambda n: n.v[::-1], GraphError, ["step -1"]),
     ("index kind", lambda n: n.v[1.0], SymbolError, ["1.0"]),
+    ("index list", lambda n: n.m[..., [0, 1]], SymbolError,
+     ["index: got [0, 1] as index on axis 1"]),
+    ("index start", lambda n: n.v[1.5:], SymbolError, ["index: got 1.5 as start on axis 0"]),
     ("index tensor", lambda n: n.v[n.v], SymbolError, ["need an integer"]),
     # compute
     ("add shapes", lambda n: n.v + n.m, ShapeError, ["f32[4]", "f32[3,4]", "broadcast_to"]),
@@ -128,7 +146,9 @@ CASES: list[Case] = [
     ("add bool", lambda n: n.v + True, GraphError, ["bool"]),
     ("add fraction", lambda n: n.i + 0.5, DTypeError, ["0.5", "i32[4]"]),
     ("add too large", lambda n: n.i + 2**31, DTypeError, [str(2**31)]),
-    ("compare fraction", lambda n: n.i.eq(0.5), DTypeError, ["0.5"]),
+    ("compare fraction", lambda n: n.i.eq(0.5), DTypeError, ["eq: got 0.5 with i32[4]"]),
+    ("compare too large", lambda n: n.i.lt(2**31), DTypeError, ["lt: got 2147483648 with i32[4]"]),
+    ("compare bools", lambda n: n.flags.eq(1), DTypeError, ["eq: got bool[4]"]),
     ("divide integers", lambda n: n.i / 2, DTypeError, ["i32[4]", "floating"]),
     ("bools have no sum", lambda n: n.flags + n.flags, DTypeError, ["bool[4]"]),
     ("f8 is for storage", lambda n: n.raw8 + n.raw8, DTypeError, ["f8_e4m3[4]", "cast"]),
@@ -142,8 +162,13 @@ CASES: list[Case] = [
     ("sum axis", lambda n: n.m.sum(2), ShapeError, ["axis 2"]),
     ("sum of integers", lambda n: n.i.sum(), DTypeError, ["i32[4]"]),
     ("softmax of rank 0", lambda n: n.s.softmax(), ShapeError, ["rank 0"]),
+    ("sum of rank 0", lambda n: n.s.sum(), ShapeError,
+     ["sum: got axis -1 for rank 0", "rank >= 1"]),
     ("rms weight", lambda n: n.m.rms_norm(n.p((3,))), ShapeError, ["f32[3]", "f32[4]"]),
     ("rms eps", lambda n: n.m.rms_norm(n.v, -1.0), RangeError, ["-1.0"]),
+    ("rms eps kind", lambda n: n.m.rms_norm(n.v, "x"), RangeError, ["rms_norm: got eps 'x'"]),
+    ("layer eps", lambda n: n.m.layer_norm(n.v, n.v, math.inf), RangeError,
+     ["layer_norm: got eps inf"]),
     ("rms empty", lambda n: n.p((2, 0)).rms_norm(n.p((0,))), ShapeError, ["f32[2,0]"]),
     ("layer bias", lambda n: n.m.layer_norm(n.v, n.p((3,))), ShapeError, ["f32[3]"]),
     ("rope odd", lambda n: n.p((2, 3)).rope(n.m, n.m), ShapeError, ["f32[2,3]", "even"]),
@@ -152,6 +177,9 @@ CASES: list[Case] = [
     ("take rank", lambda n: n.s.take(n.i), ShapeError, ["f32[]"]),
     ("concat", lambda n: lk.concat([n.m, n.t]), ShapeError, ["f32[3,4]", "f32[2,3,4]"]),
     ("concat none", lambda n: lk.concat([]), ShapeError, ["no tensors"]),
+    ("concat of one", lambda n: lk.concat(n.m), GraphError, ["concat: got Tensor", "list"]),
+    ("concat kind", lambda n: lk.concat([n.m, 1]), GraphError, ["concat: got int as tensor 1"]),
+    ("where kind", lambda n: lk.where(n.flags, n.v, 0), GraphError, ["where: got int as b"]),
     ("where condition", lambda n: lk.where(n.v, n.v, n.v), DTypeError, ["condition f32[4]"]),
     ("where shapes", lambda n: lk.where(n.flags, n.s, n.s), ShapeError, ["bool[4]", "f32[]"]),
     # attention
@@ -172,6 +200,15 @@ CASES: list[Case] = [
     ("no latent rows", lambda n: lk.latent_attention(
         n.p((1, 2, 1, 8)), n.p((1, 2, 1, 4)), n.p((0, 8)), n.p((0, 4)), scale=1.0), RangeError,
      ["latent_attention: got 1 queries over 0 rows"]),
+    ("operand", lambda n: lk.attention(n.q, n.k, 1), GraphError, ["attention: got int as v"]),
+    ("ring operand", lambda n: lk.ring_attention(n.q, None, n.k, length=1, window=1), GraphError,
+     ["ring_attention: got NoneType as k"]),
+    ("ring sinks", lambda n: lk.ring_attention(n.q, n.k, n.k, length=1, window=1, sinks="1"),
+     DTypeError, ["ring_attention: got sinks '1'"]),
+    ("scale", lambda n: lk.attention(n.q, n.k, n.k, scale=math.nan), RangeError,
+     ["attention: got scale nan", "finite"]),
+    ("length of no kind", lambda n: lk.attention(n.q, n.k, n.k, length=2.5), SymbolError,
+     ["attention: got 2.5 as length"]),
     ("length kind", lambda n: lk.attention(n.q, n.k, n.k, length=n.s), ShapeError, ["f32[]"]),
     ("K3 integer mask", lambda n: lk.attention(n.q, n.k, n.k, mask=n.p((2, 5), "i32")), DTypeError,
      ["i32[2,5]", "bool or additive f32"]),
@@ -250,6 +287,25 @@ def test_G1_nodes_are_kept_in_build_order_with_unique_ids() -> None:
     assert "'a'" in repr(a)
     with pytest.raises(GraphError, match=str(other.node_id)):
         g.node(other.node_id)
+    assert g.node(np.int64(a.node_id)) is a  # type: ignore[arg-type]
+    for bad in (True, float(a.node_id), str(a.node_id), None, [1]):
+        with pytest.raises(DTypeError, match=r"Graph\.node: got id .*, need a whole number"):
+            g.node(bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "field", ["op", "node_id", "graph", "name", "inputs", "data", "spec", "layout", "shape", "new"]
+)
+def test_G1_nodes_never_change(field: str) -> None:
+    g = lk.Graph()
+    node, other = g.const([1.0], "f32", name="a"), g.const([2.0], "f32", name="b")
+    before = getattr(node, field, None)
+    with pytest.raises(AttributeError):
+        setattr(node, field, getattr(other, field, None))
+    with pytest.raises(AttributeError):
+        delattr(node, field)
+    assert getattr(node, field, None) is before
+    assert lk.realize(node).tolist() == [1.0]
 
 
 def test_building_computes_nothing() -> None:

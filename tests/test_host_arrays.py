@@ -65,6 +65,33 @@ def test_a_masked_array_is_refused_since_its_mask_would_be_lost(
     take(data.filled(0))
 
 
+@pytest.mark.parametrize("value", [[1, 2], (1.0,), 3, 2.5, np.float32(1), True, range(3)], ids=repr)
+def test_what_has_no_memory_of_its_own_is_not_wrapped_but_copied(value: object) -> None:
+    with pytest.raises(BindingError, match=r"wrap: got \w+, need memory.*from_array"):
+        lk.Storage.wrap(value)
+    assert lk.Storage.from_array(value).to_numpy().tolist() == np.asarray(value).tolist()
+
+
+class OwnArray:
+    """An array by NumPy's oldest protocol: its own memory, or a fresh array every time."""
+
+    def __init__(self, fresh: bool) -> None:
+        self.data, self.fresh = np.arange(3.0), fresh
+
+    def __array__(self, dtype: object = None, copy: bool | None = None) -> np.ndarray:
+        if self.fresh and copy is False:
+            raise ValueError("a copy is needed")
+        return self.data.copy() if self.fresh else self.data
+
+
+def test_wrap_takes_what_gives_its_own_memory_and_nothing_else() -> None:
+    own = OwnArray(fresh=False)
+    for given, memory in ((own, own.data), (b := bytearray(8), np.frombuffer(b, np.uint8))):
+        assert np.shares_memory(lk.Storage.wrap(given).array, memory)
+    with pytest.raises(BindingError, match="got OwnArray"):
+        lk.Storage.wrap(OwnArray(fresh=True))
+
+
 def test_other_kinds_of_numpy_arrays_are_taken_as_arrays() -> None:
     data = np.array([[1, 2], [3, 4]], np.float32).view(np.matrix)
     store = lk.Storage.wrap(data)

@@ -15,6 +15,7 @@ from toy_backends import Toy, registered
 import lazykv as lk
 from lazykv import dlpack
 from lazykv.device import Backend
+from lazykv.interchange import host_array
 from lazykv.testing.lending import Lender
 
 
@@ -195,6 +196,79 @@ def test_what_torch_refuses_is_told(take: Any) -> None:
 def test_what_cannot_be_used_in_place_is_refused(change: Any, error: Any, text: str) -> None:
     with pytest.raises(error, match=text):
         lk.Storage.wrap(Exporter(numbers(2, 3), change=change))
+
+
+def first_extent(n: int) -> Any:
+    return lambda found: found[1].shape.__setitem__(0, n)
+
+
+@pytest.mark.parametrize("code", [2, 4], ids=["f16", "bf16"])
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (tensor(device_type=2, data=0x10000), "need memory that the host can read"),
+        (tensor(device_type=12), "need memory that the host can read"),
+        (first_extent(-3), r"got shape \(-3, 2\) of 2 axes"),
+        (first_extent(2**62), "need memory that there can be"),
+        (tensor(ndim=-1), "of -1 axes"),
+        (tensor(ndim=1000), "of 1000 axes"),
+    ],
+)
+def test_what_is_no_memory_of_the_host_is_not_copied(change: Any, text: str, code: int) -> None:
+    """Whatever the exporter says of its device: the capsule says it too, and that one counts."""
+    half = np.zeros((2, 2), np.float16)
+    lent = Exporter(half, change=lambda found: (tensor(code=code)(found), change(found)))
+    with pytest.raises(lk.BindingError, match=text):
+        lk.Storage.from_array(lent)
+
+
+def test_nothing_at_no_address_is_refused() -> None:
+    lent = Exporter(np.zeros(2, np.float16), change=tensor(code=4, data=None))
+    with pytest.raises(lk.BindingError, match="at address None"):
+        lk.Storage.from_array(lent)
+
+
+def test_copies_and_pinned_memory_may_be_copied() -> None:
+    data = numbers(3).astype(np.float16)
+    for device, change in (
+        ((1, 0), header(flags=2)),
+        ((3, 0), tensor(device_type=3)),
+        ((1, 5), None),
+    ):
+
+        def say(found: Any, change: Any = change) -> None:
+            tensor(code=4)(found)
+            if change is not None:
+                change(found)
+
+        got = lk.Storage.from_array(Exporter(data, device, say)).to_numpy()
+        assert got.view(np.uint16).tolist() == data.view(np.uint16).tolist()
+
+
+def test_bits_that_were_lent_keep_their_memory_and_stay_read_only() -> None:
+    data = numbers(4).astype(np.float16)
+    data.flags.writeable = False
+    alive = weakref.ref(data)
+    array = host_array(Exporter(data, change=tensor(code=4)))
+    del data
+    gc.collect()
+    assert alive() is not None
+    assert not array.flags.writeable
+    assert host_array(
+        Exporter(numbers(4).astype(np.float16), change=tensor(code=4))
+    ).flags.writeable
+    del array
+    gc.collect()
+    assert alive() is None
+
+
+def test_an_exporter_without_a_device_is_refused() -> None:
+    class Deviceless:
+        def __dlpack__(self, **options: Any) -> Any:
+            raise BufferError("nothing to lend")
+
+    with pytest.raises(lk.BindingError, match="need memory that the host can read"):
+        lk.Storage.from_array(Deviceless())
 
 
 def test_a_used_capsule_is_refused() -> None:

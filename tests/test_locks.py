@@ -11,6 +11,7 @@ import pytest
 import lazykv as lk
 from lazykv import locks
 from lazykv.errors import StorageLockError, StorageTornError
+from lazykv.storage import acquire_all, release_all
 
 
 def storage() -> lk.Storage:
@@ -148,27 +149,94 @@ def test_a_nested_read_whose_outer_one_just_ended_waits_for_the_writer() -> None
     inside = threading.Event()
     done = threading.Event()
 
-    def hold() -> None:
-        owner = lock.acquire_write()
+    def write_until_done() -> None:
+        hold = locks.new_hold()
+        lock.acquire_write(hold)
         inside.set()
         done.wait(20)
-        lock.release_write(owner)
+        lock.release(hold)
 
-    writer = threading.Thread(target=hold, daemon=True)
-    writer.start()
+    threading.Thread(target=write_until_done, daemon=True).start()
     assert inside.wait(20)
     mine = locks.new_hold()
     assert not lock.nest(mine, locks.this_thread.number)
-    assert not lock.readers
-    lock.readers[0] = -1  # what another thread's attempt looks like for a moment
+    assert not lock.nested
     reader = threading.Thread(target=lambda: lock.acquire_read(mine), daemon=True)
     reader.start()
-    time.sleep(0.05)
+    reader.join(0.05)
     assert reader.is_alive()
-    del lock.readers[0]
     done.set()
     reader.join(20)
-    assert list(lock.readers) == [mine]
+    assert list(lock.holds) == [mine]
+
+
+def test_a_writer_waits_for_nested_reads_whose_outer_ones_have_ended() -> None:
+    store = storage()
+    outer, nested = rows_of(store), rows_of(store)
+    next(outer), next(nested)
+    writer = threading.Thread(target=write, args=(store,), daemon=True)
+    writer.start()
+    outer.close()  # type: ignore[attr-defined]
+    writer.join(0.05)
+    assert writer.is_alive()
+    assert list(nested) == [1, 2, 3]
+    writer.join(20)
+    assert store.to_numpy().tolist() == [5] * 4
+
+
+def test_nobody_overtakes_in_the_queue() -> None:
+    """A reader that comes after a waiting writer waits too, and a writer after that for both."""
+    store, order = storage(), list[str]()
+    first = rows_of(store)
+    next(first)
+    threads = []
+    for n, name in enumerate(("write", "read", "read", "write")):
+
+        def work(name: str = name) -> None:
+            with store.write() if name == "write" else store.read():
+                order.append(name)
+
+        threads.append(threading.Thread(target=work, daemon=True))
+        threads[-1].start()
+        while len(store.lock.bells) < n + 1:
+            time.sleep(0.001)
+    assert order == []
+    first.close()  # type: ignore[attr-defined]
+    for t in threads:
+        t.join(20)
+    assert order == ["write", "read", "read", "write"]
+
+
+def test_who_waits_for_a_pass_is_woken_by_its_end() -> None:
+    store = storage()
+    claims = [(store, True)]
+    acquire_all(claims, 1)
+    writer = threading.Thread(target=write, args=(store,), daemon=True)
+    writer.start()
+    while not store.lock.bells:
+        time.sleep(0.001)
+    release_all(claims, 1)
+    writer.join(20)
+    assert not writer.is_alive()
+    assert store.to_numpy().tolist() == [5] * 4
+
+
+def test_a_pass_that_is_overtaken_while_it_takes_a_lock_waits() -> None:
+    class Overtaken(dict[int, int]):
+        def __setitem__(self, hold: int, thread: int) -> None:
+            if hold == 1:
+                super().__setitem__(2, -1000)
+            super().__setitem__(hold, thread)
+
+    store, taken = storage(), threading.Event()
+    store.lock.holds = Overtaken()
+    run = threading.Thread(
+        target=lambda: (acquire_all([(store, True)], 1), taken.set()), daemon=True
+    )
+    run.start()
+    assert not taken.wait(0.05)
+    store.lock.release(2)
+    assert taken.wait(20)
 
 
 def test_ST1_many_threads_that_end_each_others_reads_never_see_half_a_write() -> None:
@@ -222,4 +290,5 @@ def test_ST1_many_threads_that_end_each_others_reads_never_see_half_a_write() ->
     if failures:
         raise failures[0]
     assert store.version == 200
-    assert not store.lock.readers
+    assert not store.lock.holds
+    assert not store.lock.nested

@@ -96,6 +96,29 @@ def test_a_plan_of_the_new_one_takes_none_of_its_storages():
         assert plan.run().tolist() == [3, 3]
 
 
+def test_nothing_is_copied_to_the_old_one_st4(sim):
+    """A driver whose context is gone may answer with more than an error."""
+    g = lk.Graph()
+    x = g.placeholder((2,), "f32")
+    plan = lk.plan(x + 1.0, {x: rows(1, 1)}, PLACE)
+    model = small_llama()
+    ctx, cache = lk.InferenceContext(PLACE), model.new_cache(8, device=PLACE)
+    model.prefill([1], cache, ctx)
+    model.decode_step(2, cache, ctx)
+    session = ctx.take_decode_session()
+    data = {f.name: np.zeros(f.shape, f.dtype) for f in session._feeds}
+    replace()
+    sim.synchronize(PLACE)
+    for use in (
+        lambda: plan.run({x: rows(2, 2)}),
+        lambda: plan.bind(x, rows(2, 2)),
+        lambda: session.step(data, dict.fromkeys(session.plan.symbols, 1)),
+    ):
+        with pytest.raises(lk.TopologyChanged, match="plan again"):
+            use()
+        assert not sim.stream(PLACE).queue
+
+
 def test_a_plan_made_while_its_backend_is_replaced_never_runs():
     """It would have the memory of one and the kernels of the other."""
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import lazykv as lk
+from lazykv.dtypes import to_raw
 from lazykv.errors import (
     BackendUnavailable,
     BindingError,
@@ -67,6 +68,17 @@ def test_identity_equality_and_repr() -> None:
     assert (a.nbytes, a.shape, a.dtype, str(a.location), len(a)) == (16, (4,), lk.f32, "cpu", 4)
     with pytest.raises(ShapeError, match="rank-0"):
         len(lk.Storage.from_array(np.float32(1)))
+
+
+@pytest.mark.parametrize("field", ["id", "dtype", "shape", "location", "nbytes", "spec"])
+def test_ST1_what_a_storage_is_never_changes(field: str) -> None:
+    store, other = storage(), lk.Storage.from_array(np.zeros((2, 2), np.int8), "sim:0")
+    before = getattr(store, field)
+    with pytest.raises(AttributeError):
+        setattr(store, field, getattr(other, field))
+    with pytest.raises(AttributeError):
+        delattr(store, field)
+    assert getattr(store, field) == before
 
 
 def test_from_array_copies_and_to_numpy_is_fresh() -> None:
@@ -142,6 +154,21 @@ def test_ST1_a_torn_storage_refuses_reads_until_rewritten() -> None:
     assert lk.realize(p + 1, {p: store}).tolist() == [2, 2, 2, 2]
 
 
+@pytest.mark.parametrize("dt", [lk.f32, lk.bf16, lk.u8], ids=str)
+@pytest.mark.parametrize("place", ["cpu", "sim:0"])
+def test_a_torn_storage_is_rewritten_as_the_docstring_says(dt: lk.DType, place: str) -> None:
+    store = lk.Storage.allocate((2, 3), dt, place)
+    with pytest.raises(RuntimeError), store.write():
+        raise RuntimeError
+    with pytest.raises(StorageTornError):
+        store.to_numpy()
+    data = np.arange(6).reshape(2, 3).astype(dt.numpy)
+    with store.write() as a:
+        lk.device(store.location).backend.copy_in(a, to_raw(data))
+    assert store.to_numpy().tolist() == data.tolist()
+    assert store.version == 1
+
+
 def test_a_failed_reader_wedges_nobody() -> None:
     store = storage()
     with pytest.raises(ValueError, match="reader"), store.read():
@@ -164,6 +191,52 @@ def test_frozen_storage_is_read_without_a_lock_and_never_written() -> None:
         lk.realize(p.zero_fill(), {p: store})
     assert store.to_numpy().tolist() == [0, 1, 2]
     assert store.version == 0
+
+
+# What a reader gets
+
+
+def try_to_write(a: np.ndarray) -> None:
+    """By every way that NumPy knows."""
+    for part in (a, a[...], a.reshape(-1), a.view(np.uint8)):
+        with pytest.raises(ValueError, match="read-only"):
+            part[...] = 5
+        with pytest.raises(ValueError, match="WRITEABLE"):
+            part.setflags(write=True)
+    with pytest.raises(ValueError, match="read-only"):
+        a += 1
+
+
+@pytest.mark.parametrize("dt", ["f32", "bf16", "f8_e4m3", "bool", "i64"])
+def test_ST1_nothing_is_written_under_a_read_lock(dt: str) -> None:
+    store = lk.Storage.from_array(np.zeros(4, lk.dtype(dt).numpy))
+    with store.read() as a:
+        assert type(a) is np.ndarray
+        assert np.shares_memory(a, store.array)
+        assert (a.shape, a.dtype) == (store.array.shape, store.array.dtype)
+        try_to_write(a)
+    assert not store.to_numpy().any()
+    with store.write() as a:
+        a[...] = 1
+    assert store.to_numpy().all()
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3), (1,), (2, 3)])
+def test_a_reader_gets_the_shape_that_was_allocated(shape: tuple[int, ...]) -> None:
+    store = lk.Storage.from_array(np.ones(shape, np.float32))
+    with store.read() as a:
+        assert (a.shape, a.flags.writeable) == (shape, False)
+        assert a.tolist() == np.ones(shape).tolist()
+
+
+def test_SCH7_a_snapshot_has_no_way_in() -> None:
+    node = lk.Graph().const(np.arange(3, dtype=np.float32))
+    assert node.data is not None
+    with node.data.read() as a:
+        try_to_write(a)
+    try_to_write(np.asarray(node.data))
+    try_to_write(np.from_dlpack(node.data))
+    assert lk.realize(node).tolist() == [0, 1, 2]
 
 
 # Locks
@@ -248,7 +321,7 @@ def test_a_reader_that_nests_is_not_blocked_by_a_waiting_writer() -> None:
     def read() -> None:
         with store.read():
             reading.set()
-            while not store.lock.gate.locked():
+            while len(store.lock.holds) < 2:
                 time.sleep(0.001)
             with store.read():
                 pass
@@ -276,16 +349,20 @@ def test_writers_exclude_each_other() -> None:
     assert store.version == 900
 
 
-def test_acquire_all_takes_all_or_none() -> None:
+def test_what_acquire_all_took_is_ended_by_its_hold() -> None:
     a, b = storage(), storage()
+    claims = [(a, True), (b, False)]
     b.torn = True
     with pytest.raises(StorageTornError):
-        acquire_all([(a, True), (b, False)])
+        acquire_all(claims, 1)
+    assert list(a.lock.holds) == list(b.lock.holds) == [1]
+    release_all(claims, 1)
     b.torn = False
-    claims = [(a, True), (b, False)]
-    hold = acquire_all(claims)
-    assert a.lock.gate.locked()
-    release_all(claims, hold)
+    acquire_all(claims, 2)
+    assert list(a.lock.holds) == list(b.lock.holds) == [2]
+    release_all(claims, 1)  # ends nothing of others
+    assert list(a.lock.holds) == [2]
+    release_all(claims, 2)
     with a.write(), b.write():
         pass
 

@@ -1,4 +1,6 @@
+import copy
 import itertools
+import pickle
 
 import numpy as np
 import pytest
@@ -68,6 +70,32 @@ def test_symbols_compare_by_identity() -> None:
     assert len({lk.Sym("a"), lk.Sym("a")}) == 2
     assert A + 1 == A + 1
     assert isinstance(A + 1, Expr)
+
+
+@pytest.mark.parametrize("field", ["name", "low", "high", "new"])
+def test_symbols_never_change(field: str) -> None:
+    n = lk.Sym("n", 0, 3)
+    with pytest.raises(AttributeError):
+        setattr(n, field, 100)
+    with pytest.raises(AttributeError):
+        delattr(n, field)
+    assert (n.name, n.low, n.high) == ("n", 0, 3)
+    with pytest.raises(SymbolRangeError):
+        lk.SymEnv({n: 50})
+
+
+def test_a_copy_of_a_symbol_is_itself() -> None:
+    assert copy.copy(A) is copy.deepcopy(A) is A
+    assert lk.SymEnv({A: 3}).resolve(copy.deepcopy(A + 1)) == 4
+    for value in (A, A + 1):
+        with pytest.raises(SymbolError, match="got a pickle"):
+            pickle.dumps(value)
+
+
+@pytest.mark.parametrize("name", [3, None, b"n"])
+def test_a_name_is_text(name: object) -> None:
+    with pytest.raises(SymbolError, match=r"Sym: got name .*, need a str"):
+        lk.Sym(name)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("low", "high"), [(-1, None), (3, 2), (-2, -1)])

@@ -78,6 +78,7 @@ def render(reports: Sequence[dict[str, Any]]) -> str:
             rows.append([level, *(_cell(r["counts"].get(level)) for r in reports)])
     rows.append(["all", *(_cell(_total(r["counts"])) for r in reports)])
     rows.append(["declares", *(_declared(r["backend"]["capabilities"]) for r in reports)])
+    rows.append(["runs on", *(_machine(r) for r in reports)])
     rows.append(["made with", *(_versions(r) for r in reports)])
     lines = [f"| {' | '.join(row)} |" for row in rows]
     for report in reports:
@@ -110,6 +111,14 @@ def _declared(capabilities: dict[str, Any]) -> str:
     lists = [f"{len(value)} {n}" for n, value in capabilities.items() if isinstance(value, list)]
     flags = [n for n, value in capabilities.items() if value is True]
     return _plain(", ".join([*lists, *flags]))
+
+
+def _machine(report: dict[str, Any]) -> str:
+    backend = report["backend"]
+    facts = [f"{name} {value}" for name, value in backend["facts"].items()]
+    left_out = len(backend["facts_left_out"])
+    missing = [f"{left_out} facts left out"] if left_out else []
+    return _plain(", ".join([*facts, *missing, report["cpu"]]))
 
 
 def _versions(report: dict[str, Any]) -> str:

@@ -73,6 +73,10 @@ class CpuBackend(Backend):
     def locations(self) -> tuple[DeviceLocation, ...]:
         return (CPU,)
 
+    def facts(self, location: DeviceLocation) -> dict[str, str]:
+        blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
+        return {"blas": f"{blas['name']} {blas['version']}"}
+
     def allocate(self, nbytes: int, location: DeviceLocation) -> Array:
         try:
             raw = np.empty(nbytes + _ALIGNMENT, np.uint8)

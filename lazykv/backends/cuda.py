@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from lazykv.backends.cuda_body import portable
 from lazykv.backends.cuda_moves import copy_steps
 from lazykv.backends.cuda_ops import CudaOp, find
-from lazykv.backends.cuda_probe import probe
+from lazykv.backends.cuda_probe import probe, version
 from lazykv.backends.cuda_queue import Queue
 from lazykv.backends.cuda_refusals import Word
 from lazykv.backends.cuda_site import Site, Steps
@@ -88,6 +88,16 @@ class CudaBackend(Backend):
 
     def locations(self) -> tuple[DeviceLocation, ...]:
         return self._locations
+
+    def facts(self, location: DeviceLocation) -> dict[str, str]:
+        cuda = self.xp.cuda
+        return {
+            "gpu": cuda.runtime.getDeviceProperties(location.index)["name"].decode(),
+            "compute_capability": str(cuda.Device(location.index).compute_capability),
+            "driver_cuda": version(cuda.runtime.driverGetVersion()),
+            "runtime_cuda": version(cuda.runtime.runtimeGetVersion()),
+            "cupy": str(self.xp.__version__),
+        }
 
     def queue(self, location: DeviceLocation) -> Queue:
         """The stream and memory of a device, made when first asked for."""

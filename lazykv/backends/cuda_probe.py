@@ -44,7 +44,7 @@ def probe() -> list[Stage]:
             if cupy is None:
                 cupy = importlib.import_module("cupy")
             made.append(Stage(name, *check(cupy), hint))
-        except Exception as e:
+        except (Exception, SystemExit) as e:  # some packages leave when a driver is missing
             text = " ".join(str(e).split())
             made.append(Stage(name, False, f"{type(e).__name__}: {text}", hint))
         if not made[-1].ok:
@@ -62,11 +62,12 @@ def _driver(cupy: Any) -> tuple[bool, str]:
     have, built = cupy.cuda.runtime.driverGetVersion(), cupy.cuda.runtime.runtimeGetVersion()
     if not have:
         return False, "no CUDA driver"
-    text = f"driver of CUDA {_version(have)}, CuPy for CUDA {_version(built)}"
+    text = f"driver of CUDA {version(have)}, CuPy for CUDA {version(built)}"
     return have // 1000 >= built // 1000, text
 
 
-def _version(number: int) -> str:
+def version(number: int) -> str:
+    """Of CUDA: 12090 is ``12.9``."""
     return f"{number // 1000}.{number % 1000 // 10}"
 
 

@@ -223,6 +223,9 @@ class SimBackend(Backend):
     def locations(self) -> tuple[DeviceLocation, ...]:
         return tuple(DeviceLocation(f"sim:{n}") for n in range(DEVICES))
 
+    def facts(self, location: DeviceLocation) -> dict[str, str]:
+        return self._cpu.facts(location)
+
     def used_bytes(self, location: DeviceLocation) -> int:
         """Bytes allocated on a device and not yet freed."""
         return sum(n for n, place in list(self._live.values()) if place == location)

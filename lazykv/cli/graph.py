@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lazykv.cli.exits import OK, UsageError
+from lazykv.cli.gguf import describe_file, is_gguf
 from lazykv.cli.targets import add_target, document
 from lazykv.inspect import (
     Document,
@@ -40,13 +41,18 @@ def add_commands(commands: Any) -> None:
         description="Write a graph and the plan made for it. JSON always holds everything.",
     )
     add_target(dump)
-    dump.add_argument("--format", choices=FORMATS, default="text", help="default text")
+    formats = dump.add_mutually_exclusive_group()
+    formats.add_argument("--format", choices=FORMATS, default="text", help="default text")
+    formats.add_argument(
+        "--json", action="store_const", const="json", dest="format", help="as --format json"
+    )
     dump.add_argument("-o", "--output", metavar="FILE", help="write to FILE, not standard output")
     dump.set_defaults(run=_dump)
     inspect = verbs.add_parser(
         "inspect",
-        help="sum a graph up",
-        description="Ops, memory and the biggest steps of a graph.",
+        help="sum a graph up, or list what a .gguf file says",
+        description="Ops, memory and the biggest steps of a graph. Of a file, TARGET.gguf: its "
+        "metadata and its tensors, whether it can be used as a model or not.",
     )
     add_target(inspect)
     inspect.add_argument("--json", action="store_true", help="JSON for programs")
@@ -68,6 +74,9 @@ def _dump(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
+    if is_gguf(args.target):
+        sys.stdout.write(describe_file(args.target, as_json=args.json))
+        return OK
     d = document(args)
     sys.stdout.write(summary_json(d) if args.json else summary_text(d))
     return OK

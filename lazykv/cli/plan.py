@@ -16,7 +16,7 @@ def add_commands(commands: Any) -> None:
         description="Show a plan: its steps in order, its arena, what is baked and what is bound.",
     )
     add_target(plan)
-    plan.add_argument("--json", action="store_true", help="JSON, as `graph dump --format json`")
+    plan.add_argument("--json", action="store_true", help="JSON, as `graph dump --json`")
     plan.set_defaults(run=_plan)
 
 

@@ -93,13 +93,11 @@ def _write(args: argparse.Namespace, n_layers: int, slots: Sequence[KvSlot]) -> 
     heads, dim = args.heads or 2, args.head_dim or 8
     # Memory that nobody fills costs nothing: a cache of any size can be looked at.
     shape = (1, heads, args.max_seq_len, dim)
+    names = [f"cache.{n}.{slot.name.lower()}" for n in range(n_layers) for slot in slots]
+    storages = [Storage.allocate(shape, args.dtype, args.device) for _ in names]
+    # Only now: of sizes that no memory has, storages tell by a typed error.
     rows = np.zeros((1, heads, args.seq, dim), dtype(args.dtype).numpy)
-    writes, names = [], []
-    for layer in range(n_layers):
-        for slot in slots:
-            writes.append((Storage.allocate(shape, args.dtype, args.device), rows))
-            names.append(f"cache.{layer}.{slot.name.lower()}")
-    effects, _ = write_graph(writes, names)
+    effects, _ = write_graph([(storage, rows) for storage in storages], names)
     return effects
 
 

@@ -118,8 +118,10 @@ class LeafBindings:
             self._copy_in(n, data)
 
     def _copy_in(self, n: int, data: HostArray) -> None:
-        """Into a buffer that nobody else has, so without its lock."""
+        """Into a buffer that nobody else has, so without its lock. It is rewritten whole, whatever
+        a failed pass has left in it."""
         store = self.inputs[n]
+        store.torn = False
         with BackendCall(store.location, "copy_in"):
             store.made_by.copy_in(store.array, data)
 
@@ -146,6 +148,7 @@ class LeafBindings:
         """Take other storages for some leaves, in place of arrays too."""
         for n in changed:
             self._drop_input(n)
+            self.unsure.discard(n)
         self.storages = after
 
     def check_inputs(self) -> None:

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from lazykv.errors import (
 )
 from lazykv.graph import Tensor
 from lazykv.ids import PlanId, next_plan_id
+from lazykv.locks import new_hold
 from lazykv.ops.sources import Placeholder
 from lazykv.owner import Owner
 from lazykv.storage import Claim, Storage, acquire_all, release_all
@@ -55,7 +56,7 @@ class Plan:
         single: bool = False, kept: Mapping[Tensor, Storage] | None = None,
         traced: Sequence[Tensor] = (),
     ) -> None:  # fmt: skip
-        self.id: PlanId = next_plan_id()
+        self._id = next_plan_id()
         self.program = program
         self.leaves = tuple(leaves)
         self.symbols = tuple(symbols)
@@ -64,7 +65,6 @@ class Plan:
         self._bound = LeafBindings(program, self.leaves, kept)
         # By id: a plan does not keep the nodes of its graph.
         self._traced = tuple(t.node_id for t in traced)
-        self._values = [0] * len(self.symbols)
         self.running = Owner(nests=False)
         # False where a failed write can have touched only rows that nobody counts.
         self.tears = True
@@ -80,12 +80,17 @@ class Plan:
         # pass, whose epoch differs.
         self._epoch = -1
         self._generations = {p: program.generations[p.name] for p in program.locations}
-        self._waits = [(device(p).backend.synchronize, p) for p in program.unawaited]
+        self._waits = {p: device(p).backend.synchronize for p in program.locations}
+        self._kernels = sum(s.kernel is not None for s in program.steps)
         self._bytes_moved = sum(_moved(program, s) for s in program.steps)
         if not self.leaves:  # nothing will ever be bound
             self._commit(self._registers.stage((), ()))
 
     # What a plan is
+
+    @property
+    def id(self) -> PlanId:
+        return self._id
 
     @property
     def steps(self) -> tuple[ProgramStep, ...]:
@@ -132,10 +137,11 @@ class Plan:
         return hashlib.sha256(repr(self.program.key[:-1]).encode()).hexdigest()[:16]
 
     def describe(self) -> str:
-        """A few lines for people; `lazykv plan` prints more."""
+        """A few lines for people, without the plan's number, so that they are the same for the same
+        graph; `lazykv plan` prints more."""
         p = self.program
         lines = [
-            f"plan {self.id}: {len(p.steps)} steps, {len(p.nodes)} nodes, {len(p.edges)} ordering "
+            f"plan: {len(p.steps)} steps, {len(p.nodes)} nodes, {len(p.edges)} ordering "
             f"edges, {len(p.copies)} safety copies, arena {p.arena_bytes} bytes, peak "
             f"{self.peak_bytes} bytes"
         ]
@@ -147,6 +153,10 @@ class Plan:
     def __repr__(self) -> str:
         return f"Plan(id={self.id}, {len(self.program.steps)} steps, runs={self.runs})"
 
+    def __reduce__(self) -> NoReturn:
+        # Also what copy.copy asks for: two plans with one id would share memory and not know it.
+        raise GraphError(f"{self!r}: got a copy or a pickle, need a plan made anew")
+
     # Binding
 
     def bind(self, tensor: Tensor, value: object) -> None:
@@ -154,14 +164,17 @@ class Plan:
 
         A tensor the plan does not need is ignored. Raises `BindingError` unless shape, dtype and
         location are what the placeholder declares (nothing is cast), and if a session holds the
-        plan. After a copy that failed the placeholder has to be bound again.
+        plan; `SessionBusy` while it runs. After a copy that failed the placeholder has to be bound
+        again.
         """
         n = self._bound.position.get(tensor)
         if n is not None:
-            self._refuse_held()
-            admitted = self._bound.admit(n, value)
-            self._complete = False
-            self._bound.bind(n, admitted)
+            with self.alone("a binding"):
+                self._refuse_held()
+                admitted = self._bound.admit(n, value)
+                self.check_current()
+                self._complete = False
+                self._bound.bind(n, admitted)
 
     def _refuse_held(self) -> None:
         if self.held:
@@ -171,11 +184,14 @@ class Plan:
             )
 
     def storage_of(self, tensor: Tensor) -> Storage:
-        """The storage bound to a leaf now; BindingError if it has none or is not of this plan."""
+        """The storage bound to a leaf now; BindingError if it has none, takes arrays, or is not of
+        this plan."""
         n = self._bound.position.get(tensor)
         store = None if n is None else self._bound.storages[n]
-        if store is None:
-            raise BindingError(f"plan {self.id}: got {tensor!r}, need a bound leaf of the plan")
+        if store is None or store is self._bound.inputs.get(self._bound.position[tensor]):
+            raise BindingError(
+                f"plan {self.id}: got {tensor!r}, need a leaf of it that a storage is bound to"
+            )
         return store
 
     def input_storage(self, tensor: Tensor) -> Storage:
@@ -200,8 +216,13 @@ class Plan:
     def rebind(self, storages: Mapping[Tensor, Storage]) -> None:
         """Bind other storages to placeholders, all of them or none.
 
-        Raises `BindingError` like `bind`, with everything as it was.
+        Raises `BindingError` and `SessionBusy` like `bind`, with everything as it was.
         """
+        with self.alone("a binding"):
+            self.weld(storages)
+
+    def weld(self, storages: Mapping[Tensor, Storage]) -> None:
+        """`rebind`, for the thread that has the plan to itself already."""
         bound = self._bound
         asked = {bound.position[t]: s for t, s in storages.items() if t in bound.position}
         if not bound.inputs.keys().isdisjoint(asked):
@@ -257,16 +278,15 @@ class Plan:
         """What a node held in the last pass, a fresh copy; a bound storage is read as it is now.
 
         Raises GraphError if nothing computes the node, if its memory has been used again since, or
-        if no pass has completed since the plan was bound, and `SessionBusy` while one runs.
+        if no pass has completed since data or symbols were given, and `SessionBusy` while one runs.
         """
-        if tensor.node_id not in self._traced:
-            raise GraphError(f"plan {self.id}: got {tensor!r}, need a node that it was made from")
-        node = self.program.node_of[self._traced.index(tensor.node_id)]
-        register = None if node is None else self.program.register_left(node)
+        register = self._left(tensor)
         if register is None:
+            how = "name it in `keep` when the session is built"
             raise GraphError(
                 f"plan {self.id}: got {tensor!r}, whose memory was used again or which became part "
-                "of another node, need one that is left; make it a target"
+                "of another node, need one that is left; "
+                f"{how if self.held else 'make it a target or an effect'}"
             )
         with self.alone("a read"):
             if not self._complete:
@@ -275,6 +295,16 @@ class Plan:
             store = self._bound.storages[at.index] if at.home is Home.LEAF else None
             with nullcontext() if store is None else store.read():
                 return self._registers.copy_out(register)
+
+    def is_left(self, tensor: Tensor) -> bool:
+        """Whether `read` can give this node after a pass; GraphError if it is not of the plan."""
+        return self._left(tensor) is not None
+
+    def _left(self, tensor: Tensor) -> int | None:
+        if not isinstance(tensor, Tensor) or tensor.node_id not in self._traced:
+            raise GraphError(f"plan {self.id}: got {tensor!r}, need a node that it was made from")
+        node = self.program.node_of[self._traced.index(tensor.node_id)]
+        return None if node is None else self.program.register_left(node)
 
     def alone(self, got: str) -> AbstractContextManager[None]:
         """Have the plan to oneself, or `SessionBusy`."""
@@ -289,6 +319,7 @@ class Plan:
         Arrays given to a pass that fails have to be given again.
         """
         with self.alone("a call"):
+            self.check_current()
             if bindings is not None and not isinstance(bindings, Mapping):
                 got = type(bindings).__name__
                 raise BindingError(f"plan {self.id}: got bindings {got}, need a mapping of Tensors")
@@ -297,8 +328,8 @@ class Plan:
             if needed:
                 self._refuse_held()
             checked = [(n, bound.admit(n, value)) for n, value in needed]
-            self.set_symbols(env)
             bound.check_change(checked)
+            self.set_symbols(env)
             try:
                 for n, value in checked:
                     self._complete = False
@@ -314,8 +345,8 @@ class Plan:
         given: Any = env._values if isinstance(env, SymEnv) else {} if env is None else env
         if type(given) is not dict and not isinstance(given, Mapping):
             raise SymbolError(f"env: got {type(env).__name__}, need a SymEnv or a mapping of Syms")
-        values, scalars = self._values, self._registers.scalars
-        for n, sym in enumerate(self.symbols):
+        values, scalars = [], []
+        for sym in self.symbols:
             if sym not in given:
                 raise SymbolError(f"symbol {sym.name!r}: got no value, need one in env")
             value = given[sym]
@@ -323,24 +354,26 @@ class Plan:
                 value = as_int(f"symbol {sym.name!r}", value)
             if value < sym.low or (sym.high is not None and value > sym.high):
                 sym.check(value)
-            values[n] = value
-        for slot, scalar in enumerate(self.program.scalars):
+            values.append(value)
+        for scalar in self.program.scalars:
             total = scalar.const
             for n, factor in scalar.terms:
                 total += factor * values[n]
-            scalars[slot] = total
+            scalars.append(total)
         for c in self.program.checks:
             if not c.low <= scalars[c.slot] <= c.high:
                 raise _out_of_bounds(c.who, c.what, scalars[c.slot], c.low, c.high)
+        self._complete = False  # views that move with a symbol are elsewhere now
+        self._registers.scalars[:] = scalars
 
     def execute(self) -> list[HostArray]:
         """Walk the calls with the storages locked; bindings and symbols are in place."""
         self._prepare()
         carried = [(c, c.begin()) for c in self._bound.carried.values()]
         self._complete, recording = False, self._captured
-        claims = self._claims
-        hold = acquire_all(claims)
+        claims, hold = self._claims, new_hold()
         try:
+            acquire_all(claims, hold)
             if self._watch is not None:
                 self._watch.begin()
             calls = iter(self._calls if recording is None else [(recording.replay, ())])
@@ -348,8 +381,8 @@ class Plan:
                 with np.errstate(all="ignore"):  # inf and NaN are results, not news
                     for f, args in calls:
                         f(*args)
-                for wait, place in self._waits:  # a failure is told by the pass it is part of
-                    wait(place)
+                for place in self.program.unawaited:  # a pass tells the failures that are its own
+                    self._waits[place](place)
             except BaseException as e:
                 error = self._failed(e, calls)
                 if error is e:
@@ -361,10 +394,14 @@ class Plan:
             if self._watch is not None:
                 self._watch.end()
         finally:
-            release_all(claims, hold)
+            try:
+                release_all(claims, hold)
+            except BaseException:  # an interrupt: what was ended already stays so
+                release_all(claims, hold)
+                raise
         self.runs += 1
         self._complete = True
-        counters.add(kernels_run=len(self.program.steps), bytes_moved=self._bytes_moved)
+        counters.add(kernels_run=self._kernels, bytes_moved=self._bytes_moved)
         for c, left in carried:
             c.value = left
         results = self._registers.take_results()
@@ -375,8 +412,7 @@ class Plan:
 
     def _prepare(self) -> None:
         """Calls and inputs for the next pass, or the reason why there can be none."""
-        if self._epoch != registry.epoch:
-            self.check_topology()
+        self.check_current()
         if self._bound.stale:
             self.resolve()
         if self._bound.unsure:
@@ -388,13 +424,18 @@ class Plan:
         """After a failure: wait for what was given before it, so that no later pass is told of it.
         Returns what failed as well, which is no news."""
         failed = []
-        for place in self.program.locations:
+        for place, wait in self._waits.items():
             try:
                 with BackendCall(place, "synchronize"):
-                    device(place).backend.synchronize(place)
+                    wait(place)
             except LazyKvError as e:
                 failed.append(e)
         return failed
+
+    def check_current(self) -> None:
+        """`check_topology`, if any backend was registered since; before anything is copied."""
+        if self._epoch != registry.epoch:
+            self.check_topology()
 
     def check_topology(self) -> None:
         """Refuse to run against another backend than the one planned for."""

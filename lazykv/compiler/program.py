@@ -152,8 +152,9 @@ class Program:
         base = self.places[node].base
         scratch = {r for step in self.steps for r in step.scratch}
         mine = [n for n, r in enumerate(self.registers) if r.node == node and n not in scratch]
-        made = [n for n, step in enumerate(self.steps) if step.node == node]
-        since = made[0] if made else -1
+        # A view has seen the writes up to its version, and so holds them.
+        version = self.places[node].version
+        since = next((n for n, step in enumerate(self.steps) if step.node == version), -1)
         written_since = any(
             step.op.destroys is not None and self.places[step.node].base == base
             for step in self.steps[since + 1 :]
@@ -256,6 +257,8 @@ class _Assembler:
         self._find_leaves()
         offsets, arenas = self._memory(runs, scratch)
         steps = tuple(self._step(i, kernels[i], scratch[i], offsets) for i in runs)
+        for i in self._effects():  # a view that no step reads has a place too
+            self._register(i, offsets)
         results = [n for n in self.ir.nodes if isinstance(n.op, Output)]
         checks = tuple(self.check(c) for c in self.traced.conditions)
         return Program(
@@ -281,6 +284,10 @@ class _Assembler:
         if isinstance(node.op, Const | Placeholder | Alloc):
             return False
         return node.op.destroys is not None or where[index].base == index
+
+    def _effects(self) -> list[int]:
+        kept = (self.node_of[i] for i in self.traced.effects)
+        return [i for i in kept if i is not None]
 
     def _specs(self, index: int) -> tuple[Spec, ...]:
         return tuple(self.ir[i].spec for i in self.ir[index].inputs)
@@ -320,6 +327,8 @@ class _Assembler:
         last = last_uses(
             (step_of[i], [where[i].base, *(where[s].base for s in self.ir[i].inputs)]) for i in runs
         )
+        # An effect can be read after the pass, so nothing gets its bytes.
+        last.update((where[i].base, len(runs) - 1) for i in self._effects())
         offsets: dict[tuple[int, int], int] = {}
         arenas: dict[DeviceLocation, int] = {}
         for location in sorted({self.ir[i].location for i in runs}, key=str):

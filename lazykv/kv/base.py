@@ -13,6 +13,7 @@ from lazykv.errors import GraphError, RangeError
 from lazykv.ids import KvAllocId, next_alloc_id
 from lazykv.kv.rows import count
 from lazykv.owner import Owner, exclusive
+from lazykv.spec import whole
 
 
 class RowCache:
@@ -23,6 +24,8 @@ class RowCache:
         self._alloc_id = next_alloc_id()
         # Per layer: where its storage was measured to live when it was allocated, else None.
         self._locations: list[DeviceLocation | None] = [None] * n_layers
+        # The one place that all layers were allocated in, else None.
+        self._place: DeviceLocation | None = None
         self._savepoints: list[Savepoint] = []
         self._owner = Owner()
         # Plans that models hold for this cache, so that they live and die with it.
@@ -47,20 +50,24 @@ class RowCache:
 
     def layer_location(self, layer: SupportsIndex) -> DeviceLocation | None:
         """Where one layer's storage was measured to live; None if that is not proven."""
-        i = int(layer)
+        i = whole(f"{type(self).__name__}.layer_location", "layer", layer)
         return self._locations[i] if 0 <= i < len(self._locations) else None
 
     def device_location(self) -> DeviceLocation | None:
-        """The one location of all layers; None is "not proven" or "several", never "cpu"."""
-        known = set(self._locations)
-        return known.pop() if len(known) == 1 else None
+        """The location that all layers were given together; None is "not proven" or "one device
+        per layer", even if they are equal: then `layer_location` tells. None is never "cpu"."""
+        return self._place
 
     rebind_location = device_location
 
+    def only_location(self) -> DeviceLocation | None:
+        """Where every layer was measured to live, if that is one place, however it was given."""
+        known = set(self._locations)
+        return known.pop() if len(known) == 1 else None
+
     def _new_allocation(self) -> None:
-        """Storage was replaced: plans and savepoints made for the old one end here."""
+        """Storage was replaced: plans made for the old one end here."""
         self._alloc_id = next_alloc_id()
-        self._savepoints.clear()
         for session in self.held.values():
             session.retire()
         self.held.clear()
@@ -75,25 +82,31 @@ class RowCache:
     def drop_open_step(self) -> None:
         """Forget rows that are written but not counted; caches without such steps do nothing."""
 
+    def check_no_open_step(self, who: str) -> None:
+        """Refuse if rows are written but not counted: what moves the length or the rows under such
+        a step would let it close with rows of different tokens."""
+
     @property
     def cached_len(self) -> int:
-        """Live rows. May be assigned within capacity by callers who write through their own plans;
-        that drops an open step."""
+        """Live rows. May be assigned within capacity by callers who write through their own plans.
+
+        In an open step only the present length is taken, which changes nothing.
+        """
         return self._cached_len
 
     @cached_len.setter
     @exclusive
     def cached_len(self, n: SupportsIndex) -> None:
-        rows, who = count(f"{type(self).__name__}.cached_len", "length", n), type(self).__name__
+        who = f"{type(self).__name__}.cached_len"
+        rows = count(who, "length", n)
         if self.capacity is not None and rows > self.capacity:
-            raise RangeError(
-                f"{who}.cached_len: got {rows}, need 0 <= length <= capacity {self.capacity}"
-            )
+            raise RangeError(f"{who}: got {rows}, need 0 <= length <= capacity {self.capacity}")
+        if rows == self._cached_len:
+            return
+        self.check_no_open_step(who)
         if rows < self._cached_len:
             self._rewind(rows)
         else:
-            # Rows of an open step stand at the old length: they cannot become part of the new one.
-            self.drop_open_step()
             self.note_written(rows)
             self._cached_len = rows
 
@@ -111,17 +124,22 @@ class RowCache:
 
     @exclusive
     def truncate_to(self, n: SupportsIndex) -> None:
-        """Lower the live length; a larger n does nothing. Storage, id and plans stay.
+        """Lower the live length; any n from there on does nothing. Storage, id and plans stay.
 
-        An open step's rows lie past every length that this keeps, so they are dropped too.
+        Refused in an open step, which `abort_step` drops.
         """
-        rows = count(f"{type(self).__name__}.truncate_to", "length", n)
-        if rows <= self._cached_len:
+        who = f"{type(self).__name__}.truncate_to"
+        rows = whole(who, "length", n)
+        if rows < 0:
+            raise RangeError(f"{who}: got length {rows}, need length >= 0")
+        if rows < self._cached_len:
+            self.check_no_open_step(who)
             self._rewind(rows)
 
+    @exclusive
     def reset(self) -> None:
-        """Rewind to length 0, keeping buffers and id."""
-        self.truncate_to(0)
+        """Rewind to length 0 and drop an open step, keeping buffers and id."""
+        self._rewind(0)
 
     def note_written(self, length: int) -> None:
         """Rows up to `length` are, or may be, written; a ring notes which rows they replaced."""
@@ -148,8 +166,8 @@ class Savepoint:
     """A length to return to, over all layers at once. A logical rewind: nothing was copied.
 
     It ends with `commit`, with `rollback` (to it or to an outer one), and with anything that drops
-    its rows: truncating below it, or replacing the storage. As a context manager it commits, or
-    rolls back if the block raises.
+    its rows: truncating below it, `clear`, `set_layer`, or another number of sequences. As a
+    context manager it commits, or rolls back if the block raises.
     """
 
     __slots__ = ("_cache", "length")
@@ -163,13 +181,13 @@ class Savepoint:
         return any(s is self for s in self._cache._savepoints)
 
     def rollback(self) -> None:
-        """Return to the remembered length; inner savepoints end too."""
+        """Return to the remembered length and drop an open step; inner savepoints end too."""
         cache = self._cache
         with cache.owned("Savepoint.rollback"):
             self._check_open("rollback")
             cache.check_rewind(self.length)
             self._end()
-            cache.truncate_to(self.length)
+            cache._rewind(self.length)
 
     def commit(self) -> None:
         """Keep what came since; inner savepoints end too."""

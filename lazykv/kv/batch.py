@@ -1,6 +1,6 @@
 """Whole-cache moves as graphs: more capacity, other sequences, another order of sequences."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import SupportsIndex
 
 import numpy as np
@@ -19,9 +19,12 @@ whole capacity."""
 
 def as_index(who: str, index: Sequence[SupportsIndex], batch: int) -> list[int]:
     """Numbers of sequences, each in 0..batch."""
-    if not isinstance(index, Iterable):
-        raise DTypeError(f"{who}: got {type(index).__name__}, need a sequence of indices")
-    rows = [whole(who, "index", i) for i in index]
+    try:
+        given = list(index)
+    except TypeError:
+        got = type(index).__name__
+        raise DTypeError(f"{who}: got {got}, need a sequence of indices") from None
+    rows = [whole(who, "index", i) for i in given]
     for i in rows:
         if not 0 <= i < batch:
             raise RangeError(f"{who}: got sequence {i}, need 0 <= index < {batch}")

@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from lazykv.compiler.plan import Plan
 from lazykv.device import HostArray
-from lazykv.dtypes import f32, f64
+from lazykv.dtypes import DType, f32, f64
+from lazykv.errors import DTypeError, ShapeError
 from lazykv.functions import concat
 from lazykv.graph import Graph, Tensor
 from lazykv.runtime.realize import plan
@@ -116,6 +117,26 @@ class BlockMoves:
     def _put(self, pool: Tensor, block: Tensor) -> Tensor:
         rest = [(0, extent) for extent in pool.shape[1:]]
         return pool.write_slice(block, [(self._dest, self._dest + 1), *rest])
+
+
+def frequencies(who: str, inv_freq: ArrayLike, dt: DType, head_dim: int) -> NDArray[np.float64]:
+    """A caller's angles per position, one for each pair of a key."""
+    if not dt.is_float or dt.storage_only or head_dim % 2:
+        raise DTypeError(
+            f"{who}: got keys of {head_dim} {dt}, need an even number of floats to rotate"
+        )
+    try:
+        freq = np.asarray(inv_freq)
+    except ValueError as e:  # lists of several lengths
+        raise DTypeError(f"{who}: got inv_freq {inv_freq!r:.80}, need numbers") from e
+    if freq.dtype.kind not in "fiu":
+        raise DTypeError(f"{who}: got inv_freq of {freq.dtype}, need real numbers")
+    freq = freq.astype(np.float64)
+    if freq.shape != (head_dim // 2,) or not np.isfinite(freq).all():
+        raise ShapeError(
+            f"{who}: got inv_freq of shape {freq.shape}, need {head_dim // 2} finite numbers"
+        )
+    return freq
 
 
 def _run(made: Plan, bindings: Mapping[Tensor, HostArray], env: Mapping[Sym, int]) -> None:

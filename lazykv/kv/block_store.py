@@ -12,10 +12,10 @@ import tempfile
 import threading
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, SupportsIndex, runtime_checkable
+from typing import Any, ClassVar, NoReturn, Protocol, SupportsIndex, runtime_checkable
 
 from lazykv.errors import BlockStoreError, EnvironmentMissing, LazyKvError, OutOfMemory
 from lazykv.kv.envelope import BytesLike
@@ -44,25 +44,6 @@ class BlockStore(Protocol):
         """Forget `key`; nothing happens if it is unknown. After a failure it is still there."""
 
 
-def store_all(store: BlockStore, items: Mapping[str, BytesLike]) -> None:
-    """Put every item, or none: after a failure those already put are deleted.
-
-    The failure is raised as it came; what goes wrong while deleting is added to it as notes.
-    """
-    stored: list[str] = []
-    try:
-        for key, data in items.items():
-            store.put(key, data)
-            stored.append(key)
-    except BaseException as error:
-        for key in stored:
-            try:
-                store.delete(key)
-            except Exception as failure:
-                error.add_note(f"store_all: block {key!r} stays in the store: {failure}")
-        raise
-
-
 class _KeyedStore:
     """Which keys a store has. Subclasses move the bytes: `_write` (all or nothing), `_read`,
     `_remove`, and `_discard` for all of them.
@@ -84,6 +65,12 @@ class _KeyedStore:
         self._lock = threading.Lock()
         self._gone = ""  # why the store can no longer be used
         _stores.add(self)
+
+    def __reduce__(self) -> NoReturn:
+        # Also what copy.copy asks for: both would delete the blocks of both.
+        raise BlockStoreError(
+            f"{type(self).__name__}: got a copy or a pickle, need the store itself, or a new one"
+        )
 
     def put(self, key: str, data: BytesLike) -> None:
         """See `BlockStore.put`; typed errors name the key and the place."""

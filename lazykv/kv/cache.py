@@ -5,17 +5,19 @@ conversation: truncating, resetting and writing keep `alloc_id()`, replacing sto
 one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, SupportsIndex
 
 from lazykv.device import DeviceLike
 from lazykv.dtypes import DTypeLike, dtype
 from lazykv.errors import BindingError, DTypeError, RangeError, ShapeError
+from lazykv.graph import Tensor
 from lazykv.kv.batch import as_index, reorder_rows, repeated, selected
 from lazykv.kv.layer import KvLayer, KvSlot
 from lazykv.kv.pairs import KvPairCache
+from lazykv.kv.places import places
 from lazykv.kv.rows import check_layers, count, counts
-from lazykv.kv.slots import places, zeroed
+from lazykv.kv.slots import zeroed
 from lazykv.owner import exclusive
 from lazykv.spec import whole
 from lazykv.storage import overlapping
@@ -64,12 +66,13 @@ class KvCache(KvPairCache):
             "KvCache.with_capacity", n_layers=n_layers, n_kv_heads=n_kv_heads, head_dim=head_dim,
             max_seq_len=max_seq_len, batch=batch,
         )  # fmt: skip
-        dt, where = _dtype(dtype), places("KvCache.with_capacity", device, layers)
+        dt, (where, place) = _dtype(dtype), places("KvCache.with_capacity", device, layers)
         shape = (sequences, heads, capacity, dim)
         made = zeroed([shape for _ in KvSlot], dt, where)
         cache = cls(layers, heads, dim, sequences)
         cache._take_zeroed(made)
-        cache._max_seq_len, cache._dtype, cache._locations = capacity, dt, where
+        cache._max_seq_len, cache._dtype = capacity, dt
+        cache._locations, cache._place = where, place
         return cache
 
     @staticmethod
@@ -116,38 +119,39 @@ class KvCache(KvPairCache):
 
     @exclusive
     def set_layer(self, index: SupportsIndex, layer: KvLayer) -> None:
-        """Replace a layer's storage. Mints a new id and forfeits the proven location."""
+        """Replace a layer's storage. Mints a new id, forfeits the proven location and ends
+        savepoints; the layer's versions go on above those of the one before. Refused in an open
+        step."""
         who = "KvCache.set_layer"
         i = whole(who, "layer", index)
         if not 0 <= i < len(self._layers):
             raise RangeError(f"{who}: got layer {i}, need 0 <= layer < {len(self._layers)}")
         self._check_layer(who, i, layer)
-        self._layers[i] = layer
+        self.check_no_open_step(who)
+        self._put_layer(i, layer)
         self._dtype = layer.k.dtype
         for slot, storage in enumerate((layer.k, layer.v)):
             if storage.row_log is not None:
                 storage.row_log.name = self._log_name(i, slot)
-        self._locations[i] = None
-        self._step = None
+        self._locations[i] = self._place = None
+        self._savepoints.clear()
         self._new_allocation()
 
     @exclusive
     def reorder(self, index: Sequence[SupportsIndex]) -> None:
         """Sequence i becomes what sequence ``index[i]`` was (beam search); storage and id stay.
 
-        Only live rows move, so an open step is dropped.
+        Only live rows move, so an open step is refused.
         """
         rows = as_index("KvCache.reorder", index, self._batch)
         if len(rows) != self._batch:
             raise ShapeError(
                 f"KvCache.reorder: got {len(rows)} indices, need {self._batch}; use select"
             )
+        self.check_no_open_step("KvCache.reorder")
         present = [layer for layer in self._layers if layer is not None]
         reorder_rows([s for layer in present for s in (layer.k, layer.v)], rows, self._cached_len)
-        self.drop_open_step()
-        for i in range(len(self._layers)):
-            for slot in KvSlot:
-                self.bump_version(i, slot)
+        self._bump_all()
 
     @exclusive
     def select(self, index: Sequence[SupportsIndex]) -> None:
@@ -158,16 +162,21 @@ class KvCache(KvPairCache):
         if len(rows) == self._batch:
             self.reorder(rows)
         else:
-            self._replace(lambda slot: selected(slot, rows))
-            self._batch = len(rows)
+            self._rebatch("KvCache.select", len(rows), lambda slot: selected(slot, rows))
 
     @exclusive
     def repeat(self, n: SupportsIndex) -> None:
         """Every sequence n times in a row: ``a b`` becomes ``a a b b``."""
         times = count("KvCache.repeat", "n", n, 1)
         if times > 1:
-            self._replace(lambda slot: repeated(slot, times))
-            self._batch *= times
+            self._rebatch("KvCache.repeat", self._batch * times, lambda slot: repeated(slot, times))
+
+    def _rebatch(self, who: str, batch: int, make: Callable[[Tensor], Tensor]) -> None:
+        """Another number of sequences; savepoints end, since no length brings the old ones back."""
+        self.check_no_open_step(who)
+        self._replace(make)
+        self._savepoints.clear()
+        self._batch = batch
 
     def _check_layer(self, who: str, index: int, layer: KvLayer) -> None:
         if not isinstance(layer, KvLayer):

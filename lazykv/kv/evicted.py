@@ -1,10 +1,29 @@
 """The stored blocks of one pool: keys of its own in a store that others may use too."""
 
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from lazykv.kv.block_store import BlockStore, store_all
+from lazykv.kv.block_store import BlockStore
 from lazykv.kv.envelope import BytesLike, open_sealed, seal
+
+
+def store_all(store: BlockStore, items: Mapping[str, BytesLike]) -> None:
+    """Put every item, or none: after a failure those already put are deleted.
+
+    The failure is raised as it came; what goes wrong while deleting is added to it as notes.
+    """
+    stored: list[str] = []
+    try:
+        for key, data in items.items():
+            store.put(key, data)
+            stored.append(key)
+    except BaseException as error:
+        for key in stored:
+            try:
+                store.delete(key)
+            except Exception as failure:
+                error.add_note(f"store_all: block {key!r} stays in the store: {failure}")
+        raise
 
 
 class EvictedBlocks:

@@ -12,8 +12,9 @@ from typing import ClassVar, SupportsIndex
 from lazykv.device import DeviceLike, HostArray
 from lazykv.dtypes import DType, DTypeLike, dtype
 from lazykv.errors import RangeError, ShapeError
+from lazykv.kv.places import places
 from lazykv.kv.rows import counts
-from lazykv.kv.slots import SlotCache, places, zeroed
+from lazykv.kv.slots import SlotCache, zeroed
 from lazykv.spec import Shape, as_shape, whole
 from lazykv.storage import Storage
 
@@ -57,10 +58,10 @@ class LatentKvCache(SlotCache):
         who = "LatentKvCache.with_capacity"
         layers, capacity = counts(who, n_layers=n_layers, max_seq_len=max_seq_len)
         trailing, dt = _trailing(who, slot_trailing), _dtype(dtype)
-        where = places(who, device, layers)
+        where, place = places(who, device, layers)
         cache = cls(layers, trailing, dt)
         cache._take_zeroed(zeroed([(capacity, *shape) for shape in trailing], dt, where))
-        cache._max_seq_len, cache._locations = capacity, where
+        cache._max_seq_len, cache._locations, cache._place = capacity, where, place
         return cache
 
     @staticmethod
@@ -110,6 +111,8 @@ class LatentKvCache(SlotCache):
         return self._layers[layer] if 0 <= layer < len(self._layers) else None
 
     def _put_slots(self, layer: int, slots: tuple[Storage, ...] | None) -> None:
+        if self._layers[layer] is not None:
+            self._versions[layer] = [n + 1 for n in self._versions[layer]]
         self._layers[layer] = slots
 
     def _slot_names(self) -> Sequence[str]:

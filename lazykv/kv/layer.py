@@ -17,28 +17,48 @@ class KvSlot(IntEnum):
     V = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Host:
+class AuthorityState:
+    """Where the bytes of a slot are authoritative: `Host`, or `Device` with a location.
+
+    Both are classes, also reachable as attributes here. A `Host` equals its class, so
+    ``layer.k_authority == AuthorityState.Host`` reads as it should; a `Device` equals those of its
+    location.
+    """
+
+    Host: "ClassVar[type[Host]]"
+    Device: "ClassVar[type[Device]]"
+
+    __slots__ = ()
+
+
+class Host(AuthorityState):
     """The bytes that count are in host memory."""
 
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return other is Host or isinstance(other, Host)
+
+    def __hash__(self) -> int:
+        return hash(Host)
+
+    def __repr__(self) -> str:
+        return "Host"
+
 
 @dataclass(frozen=True, slots=True)
-class OnDevice:
+class Device(AuthorityState):
     """The bytes that count are on a device; the host sees them through a copy."""
 
     location: DeviceLocation
 
 
-class AuthorityState:
-    """Where the bytes of a slot are authoritative: `AuthorityState.Host()` or
-    `.Device(location)`."""
-
-    Host: ClassVar[type[Host]] = Host
-    Device: ClassVar[type[OnDevice]] = OnDevice
+AuthorityState.Host = Host
+AuthorityState.Device = Device
 
 
-def authority_of(storage: Storage) -> Host | OnDevice:
-    return Host() if storage.location == CPU else OnDevice(storage.location)
+def authority_of(storage: Storage) -> AuthorityState:
+    return Host() if storage.location == CPU else Device(storage.location)
 
 
 class KvLayer:
@@ -94,16 +114,20 @@ class KvLayer:
         return self._versions[KvSlot.V]
 
     @property
-    def k_authority(self) -> Host | OnDevice:
+    def k_authority(self) -> AuthorityState:
         return authority_of(self._k)
 
     @property
-    def v_authority(self) -> Host | OnDevice:
+    def v_authority(self) -> AuthorityState:
         return authority_of(self._v)
 
     def bump(self, slot: KvSlot) -> None:
         """Count one successful cache-level write to a slot."""
         self._versions[slot] += 1
+
+    def count_from(self, least: tuple[int, int]) -> None:
+        """Raise the counters to at least these: the layer takes the place of another."""
+        self._versions = [max(pair) for pair in zip(self._versions, least, strict=True)]
 
     def __repr__(self) -> str:
         return f"KvLayer(k={self._k!r}, v={self._v!r})"

@@ -21,7 +21,7 @@ from lazykv.errors import (
     ShapeError,
     StorageTornError,
 )
-from lazykv.interchange import host_array
+from lazykv.interchange import host_array, read_only
 from lazykv.kv.rows import count
 from lazykv.locks import ReadWriteLock, new_hold
 from lazykv.ops.rounding import nearest
@@ -94,12 +94,14 @@ class KVSpan:
 
 
 class _Shared:
-    """What every handle of one cache shares: the buffer ``[2, max, width]``, length and lock."""
+    """What every handle of one cache shares: the buffer ``[2, max, width]``, also as readers get
+    it, length and lock."""
 
-    __slots__ = ("__weakref__", "length", "lock", "storage")
+    __slots__ = ("__weakref__", "length", "lock", "rows", "storage")
 
     def __init__(self) -> None:
         self.storage: Storage | None = None
+        self.rows: HostArray = np.empty((2, 0, 0), np.float32)
         self.length = 0
         self.lock = ReadWriteLock()
         _all_shared.add(self)
@@ -161,6 +163,7 @@ class LayerKvCache:
                 storage.array.fill(0)
                 if settings.POISON:
                     storage.row_log = RowLog("LayerKvCache", 1, rows)
+                self._shared.rows = read_only(storage.array)
                 self._shared.storage = storage
             self._shared.length = max(self._shared.length, min(n, rows))
             log = self._buffer("initialize").row_log
@@ -173,7 +176,14 @@ class LayerKvCache:
 
     def write_kv_batch(self, entries: Sequence[tuple[SupportsIndex, Any, Any]]) -> None:
         """Several tokens under one lock acquisition. A bad entry anywhere writes nothing."""
-        checked = [self._entry(*entry) for entry in entries]
+        try:
+            given = list(entries)
+        except TypeError:
+            got = type(entries).__name__
+            raise DTypeError(
+                f"LayerKvCache.write_kv_batch: got {got}, need a sequence of (token, keys, values)"
+            ) from None
+        checked = [self._entry(entry) for entry in given]
         if not checked:
             return
         with self._writing("write_kv"):
@@ -192,9 +202,17 @@ class LayerKvCache:
             self._shared.length = max(self._shared.length, *(i + 1 for i, _, _ in checked))
             storage.version += 1
 
-    def _entry(
-        self, token_idx: SupportsIndex, keys: object, values: object
-    ) -> tuple[int, Row, Row]:
+    def _entry(self, entry: tuple[SupportsIndex, Any, Any]) -> tuple[int, Row, Row]:
+        if not isinstance(entry, tuple | list):
+            raise DTypeError(
+                f"LayerKvCache.write_kv: got entry {entry!r:.40}, need (token, keys, values)"
+            )
+        if len(entry) != 3:
+            raise ShapeError(
+                f"LayerKvCache.write_kv: got an entry of {len(entry)} parts, need 3: (token, keys, "
+                "values)"
+            )
+        token_idx, keys, values = entry
         i = count("LayerKvCache.write_kv", "token", token_idx)
         if i >= self.config.max_tokens_per_seq:
             raise RangeError(
@@ -223,6 +241,7 @@ class LayerKvCache:
     def with_read_kv(self, token_idx: SupportsIndex, f: Callable[[Row, Row], R]) -> R:
         """``f(keys, values)`` on read-only views ``[width]`` of one token, under the read lock."""
         i = count("LayerKvCache.with_read_kv", "token", token_idx)
+        _check_function("with_read_kv", f)
         with self._reading("with_read_kv", i, i + 1) as (keys, values):
             return f(keys[0], values[0])
 
@@ -231,6 +250,7 @@ class LayerKvCache:
     ) -> R:
         """``f(span)`` on read-only views ``[end - start, width]``, under the read lock."""
         first, last = _range("with_read_range", start, end)
+        _check_function("with_read_range", f)
         with self._reading("with_read_range", first, last) as (keys, values):
             span = KVSpan(keys, values, first, last)
             try:
@@ -249,15 +269,15 @@ class LayerKvCache:
     def read_range_into(
         self, start: SupportsIndex, end: SupportsIndex, keys_out: HostArray, values_out: HostArray
     ) -> None:
-        """Copy rows into the first ``(end - start) * width`` elements of two f32 arrays.
+        """Copy n = ``end - start`` rows into the beginning of two contiguous f32 arrays.
 
-        Larger outputs are accepted, too small ones refused before anything is copied.
+        Each is ``[m, width]`` with m >= n, or flat with at least ``n * width`` elements; any other
+        shape is refused before anything is copied.
         """
         first, last = _range("read_range_into", start, end)
-        size = max(0, last - first) * self.config.token_width
-        outs = [
-            _output(what, out, size) for what, out in (("keys", keys_out), ("values", values_out))
-        ]
+        n, width = max(0, last - first), self.config.token_width
+        given = (("keys", keys_out), ("values", values_out))
+        outs = [_output(what, out, n, width) for what, out in given]
         if np.shares_memory(outs[0], outs[1]):
             raise BindingError(
                 "LayerKvCache.read_range_into: got keys_out and values_out that share memory, need "
@@ -292,17 +312,18 @@ class LayerKvCache:
 
     @contextmanager
     def _writing(self, who: str) -> Iterator[None]:
-        owner = self._shared.lock.acquire_write(f"LayerKvCache.{who}")
+        hold = new_hold()
         try:
+            self._shared.lock.acquire_write(hold, f"LayerKvCache.{who}")
             yield
         finally:
-            self._shared.lock.release_write(owner)
+            self._shared.lock.release(hold)
 
     @contextmanager
     def _reading(self, who: str, start: int, end: int) -> Iterator[tuple[Row, Row]]:
         hold = new_hold()
-        self._shared.lock.acquire_read(hold)
         try:
+            self._shared.lock.acquire_read(hold)
             storage, length = self._buffer(who), self._shared.length
             if not start <= end <= length:
                 raise RangeError(
@@ -311,11 +332,10 @@ class LayerKvCache:
                 )
             if storage.row_log is not None:
                 storage.row_log.check(f"LayerKvCache.{who}", slice(start, end))
-            rows = storage.array[:, start:end]
-            rows.flags.writeable = False
+            rows = self._shared.rows[:, start:end]
             yield rows[0], rows[1]
         finally:
-            self._shared.lock.release_read(hold)
+            self._shared.lock.release(hold)
 
     def __repr__(self) -> str:
         c, n = self.config, self._shared.length
@@ -327,8 +347,13 @@ def _range(who: str, start: SupportsIndex, end: SupportsIndex) -> tuple[int, int
     return count(who, "start", start), count(who, "end", end)
 
 
-def _output(what: str, out: HostArray, size: int) -> HostArray:
-    """The first `size` elements of a caller's array, as one line of its memory."""
+def _check_function(who: str, f: object) -> None:
+    if not callable(f):
+        raise DTypeError(f"LayerKvCache.{who}: got {type(f).__name__} as f, need a function")
+
+
+def _output(what: str, out: HostArray, n: int, width: int) -> HostArray:
+    """The first n rows of a caller's array, as one line of its memory."""
     who = f"LayerKvCache.read_range_into: got {what}_out"
     if not isinstance(out, np.ndarray) or out.dtype != np.float32:
         raise DTypeError(f"{who} of {getattr(out, 'dtype', type(out).__name__)}, need an f32 array")
@@ -336,6 +361,8 @@ def _output(what: str, out: HostArray, size: int) -> HostArray:
         raise ShapeError(
             f"{who} that is read-only or not contiguous, need writable, contiguous memory"
         )
-    if out.size < size:
-        raise ShapeError(f"{who} of {out.size} elements, need at least {size}")
-    return out.reshape(-1)[:size]
+    if out.ndim == 1 and out.size < n * width:
+        raise ShapeError(f"{who} of {out.size} elements, need at least {n * width}")
+    if out.ndim != 1 and (out.ndim != 2 or len(out) < n or out.shape[1] != width):
+        raise ShapeError(f"{who} {list(out.shape)}, need [m,{width}] with m >= {n}, or a flat one")
+    return np.asarray(out).reshape(-1)[: n * width]

@@ -20,6 +20,8 @@ class KvPairCache(SlotCache):
     def __init__(self, n_layers: int, n_kv_heads: int, head_dim: int, batch: int = 1) -> None:
         super().__init__(n_layers)
         self._layers: list[KvLayer | None] = [None] * n_layers
+        # Per layer: where the versions of its next storages begin, above those of all before.
+        self._next_versions = [(0, 0)] * n_layers
         self._n_kv_heads = n_kv_heads
         self._head_dim = head_dim
         self._batch = batch
@@ -61,11 +63,19 @@ class KvPairCache(SlotCache):
             found.bump(as_slot(f"{type(self).__name__}.bump_version", slot))
 
     def _slots(self, layer: int) -> tuple[Storage, ...] | None:
-        found = self.layer(layer)
+        found = self._layers[layer] if 0 <= layer < len(self._layers) else None
         return None if found is None else (found.k, found.v)
 
     def _put_slots(self, layer: int, slots: tuple[Storage, ...] | None) -> None:
-        self._layers[layer] = None if slots is None else KvLayer(*slots)
+        self._put_layer(layer, None if slots is None else KvLayer(*slots))
+
+    def _put_layer(self, index: int, layer: KvLayer | None) -> None:
+        old = self._layers[index]
+        if old is not None:
+            self._next_versions[index] = (old.k_version + 1, old.v_version + 1)
+        if layer is not None:
+            layer.count_from(self._next_versions[index])
+        self._layers[index] = layer
 
     def _slot_names(self) -> Sequence[str]:
         return "KV"

@@ -1,7 +1,8 @@
 """DeviceKvPool: a paged pool with its bytes, keys and values of every layer in blocks."""
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -11,24 +12,24 @@ from numpy.typing import ArrayLike, NDArray
 from lazykv import config
 from lazykv.backend_call import BackendCall
 from lazykv.device import DeviceLike, DeviceLocation, HostArray, device
-from lazykv.dtypes import DType, DTypeLike, dtype, to_logical
-from lazykv.errors import DTypeError, RangeError, ShapeError
+from lazykv.dtypes import DType, DTypeLike, dtype, to_logical, u32
+from lazykv.errors import DTypeError, OutOfMemory, RangeError, ShapeError
 from lazykv.ids import KvAllocId, PrefixId, SessionHandle, next_alloc_id
-from lazykv.kv.block_moves import BlockMoves
+from lazykv.kv.block_moves import BlockMoves, frequencies
 from lazykv.kv.block_store import BlockStore, MemoryBlockStore
 from lazykv.kv.evicted import EvictedBlocks
 from lazykv.kv.layer import KvSlot
 from lazykv.kv.rows import as_rows, as_slot, check_layers, write_rows
 from lazykv.kv.slots import zeroed
 from lazykv.layout import Layout
-from lazykv.pages.base import locked
 from lazykv.pages.geometry import KvGeometry
 from lazykv.pages.pool import KvBlockPool
 from lazykv.pages.prefix_index import Digest, sha256
 from lazykv.pages.sequence import EvictHandle
 from lazykv.pages.sequence import Sequence as TokenSequence
-from lazykv.pages.steps import PoolStep
-from lazykv.spec import Shape, Spec, whole
+from lazykv.pages.shared import locked
+from lazykv.pages.steps import PoolStep, as_sessions
+from lazykv.spec import Shape, Spec, check_size, whole
 from lazykv.storage import Storage, as_host_bytes
 
 NO_BLOCK = 2**32 - 1
@@ -67,6 +68,8 @@ class DeviceKvPool(KvBlockPool):
     ) -> None:  # fmt: skip
         self.dtype, where = _dtype(dtype), _device(device).location
         _check_geometry(geometry, self.dtype)
+        if store is not None and (isinstance(store, type) or not isinstance(store, BlockStore)):
+            raise DTypeError(f"DeviceKvPool: got store {store!r:.80}, need put, get and delete")
         super().__init__(geometry, digest=digest)
         made = zeroed([geometry.shape] * 2, self.dtype, [where] * geometry.n_layers)
         self._location = where
@@ -77,8 +80,8 @@ class DeviceKvPool(KvBlockPool):
         self._evicted = EvictedBlocks(self.store)
         weakref.finalize(self, self._evicted.close)
         # Of each block: rows that steps have written, and slots (a bit each) written as a whole.
-        self._rows_written = [0] * geometry.num_blocks
-        self._slots_written = [0] * geometry.num_blocks
+        self._rows_written: defaultdict[int, int] = defaultdict(int)
+        self._slots_written: defaultdict[int, int] = defaultdict(int)
         self._all_slots = (1 << len(self._storages)) - 1
 
     # What a held plan is welded to
@@ -109,12 +112,12 @@ class DeviceKvPool(KvBlockPool):
             "dtype": str(self.dtype),
         }
 
-    def slot_storage(self, layer: SupportsIndex, slot: object) -> Storage | None:
-        """K or V of a layer: what plans bind. None if there is no such layer or slot."""
-        i = whole("slot_storage", "layer", layer)
-        if not 0 <= i < self.geometry.n_layers or slot not in (KvSlot.K, KvSlot.V):
+    def slot_storage(self, layer: SupportsIndex, slot: SupportsIndex) -> Storage | None:
+        """K or V of a layer: what plans bind. None if no layer or slot has that number."""
+        i, which = whole("slot_storage", "layer", layer), whole("slot_storage", "slot", slot)
+        if not 0 <= i < self.geometry.n_layers or which not in (KvSlot.K, KvSlot.V):
             return None
-        return self._storages[2 * i + int(slot)]  # type: ignore[call-overload]
+        return self._storages[2 * i + which]
 
     @property
     def pool_shape(self) -> Shape:
@@ -133,22 +136,20 @@ class DeviceKvPool(KvBlockPool):
 
     @locked
     def materialize_block_table(
-        self, sessions: Sequence[SessionHandle], max_blocks: SupportsIndex | None = None
+        self, sessions: Iterable[SessionHandle], max_blocks: SupportsIndex | None = None
     ) -> PageTable:
         """Fresh tables of some sessions, padded to `max_blocks` (None: to the longest).
 
         Raises `SessionNotResident` if a block is evicted, RangeError if a table is longer.
         """
         who = "materialize_block_table"
-        if isinstance(sessions, SessionHandle):
-            raise DTypeError(f"{who}: got {sessions!r}, need a list of sessions")
-        seqs = [self._find(who, s) for s in sessions]
+        seqs = [self._find(who, s) for s in as_sessions(who, sessions)]
         rows = [self._resident(who, seq, range(len(seq.table))) for seq in seqs]
         longest = max(map(len, rows), default=0)
         width = longest if max_blocks is None else self._count(who, "max_blocks", max_blocks)
         if longest > width:
             raise RangeError(f"{who}: got a table of {longest} blocks, need at most {width}")
-        table = np.full((len(rows), width), NO_BLOCK, np.uint32)
+        table = _empty_table(who, len(rows), width)
         for n, row in enumerate(rows):
             table[n, : len(row)] = row
         return PageTable(table, np.array([seq.filled for seq in seqs], np.uint32))
@@ -198,7 +199,12 @@ class DeviceKvPool(KvBlockPool):
         self, layer: SupportsIndex, slot: SupportsIndex, block: SupportsIndex
     ) -> HostArray:
         """A fresh copy of one block of a slot: ``[block_size, n_kv_heads, head_dim]``."""
-        _, b, storage = self._slot_of("read_block", layer, slot, block)
+        return self._read_block("read_block", layer, slot, block)
+
+    def _read_block(
+        self, who: str, layer: SupportsIndex, slot: SupportsIndex, block: SupportsIndex
+    ) -> HostArray:
+        _, b, storage = self._slot_of(who, layer, slot, block)
         layout = Layout.contiguous(storage.shape).slice(0, b, 1)
         backend = _device(self._location).backend
         with storage.read() as array, BackendCall(storage.location, "copy_out"):
@@ -206,16 +212,18 @@ class DeviceKvPool(KvBlockPool):
         block_rows: HostArray = to_logical(rows, self.dtype)[0]
         return block_rows
 
+    @locked
     def read_block_bytes(
         self, layer: SupportsIndex, slot: SupportsIndex, block: SupportsIndex
     ) -> bytes:
         """Raw little-endian bytes of one block of a slot; see `write_block_bytes`."""
-        return self.read_block(layer, slot, block).tobytes()
+        return self._read_block("read_block_bytes", layer, slot, block).tobytes()
 
+    @locked
     def ensure_writable_block(self, session: SessionHandle, i: SupportsIndex) -> int:
         """Logical block i as a block of this session alone, copied in every layer if it is shared;
         returns its number."""
-        return self.cow_break(session, i)
+        return self._cow_break("ensure_writable_block", session, i)
 
     def _slot_of(
         self, who: str, layer: SupportsIndex, slot: SupportsIndex, block: SupportsIndex
@@ -240,8 +248,9 @@ class DeviceKvPool(KvBlockPool):
         values are copied. What the blocks have *seen* stays: their tokens attended to the prefix
         alone.
         """
-        freq = self._frequencies("splice_prefix_shifted", inv_freq)
-        offset, pairs = self.alloc_shifted_prefix_slots(prefix, dst)
+        who = "splice_prefix_shifted"
+        freq = frequencies(who, inv_freq, self.dtype, self.geometry.head_dim)
+        offset, pairs = self._alloc_shifted(who, prefix, dst)
         try:
             for source, dest in pairs:
                 self._moves.shift(source, dest, freq * offset, bool(interleaved))
@@ -250,26 +259,6 @@ class DeviceKvPool(KvBlockPool):
             self.truncate(dst, offset)
             raise
         return len(pairs) * self.geometry.block_size
-
-    def _frequencies(self, who: str, inv_freq: ArrayLike) -> NDArray[np.float64]:
-        """A caller's angles per position, one for each pair of a key."""
-        dim = self.geometry.head_dim
-        if not self.dtype.is_float or self.dtype.storage_only or dim % 2:
-            raise DTypeError(
-                f"{who}: got keys of {dim} {self.dtype}, need an even number of floats to rotate"
-            )
-        try:
-            freq = np.asarray(inv_freq)
-        except ValueError as e:  # lists of several lengths
-            raise DTypeError(f"{who}: got inv_freq {inv_freq!r:.80}, need numbers") from e
-        if freq.dtype.kind not in "fiu":
-            raise DTypeError(f"{who}: got inv_freq of {freq.dtype}, need real numbers")
-        freq = freq.astype(np.float64)
-        if freq.shape != (dim // 2,) or not np.isfinite(freq).all():
-            raise ShapeError(
-                f"{who}: got inv_freq of shape {freq.shape}, need {dim // 2} finite numbers"
-            )
-        return freq
 
     # What KvBlockPool asks of a pool of bytes
 
@@ -359,15 +348,16 @@ class DeviceKvPool(KvBlockPool):
 
     @locked
     def begin_step(
-        self, sessions: Sequence[SessionHandle], n: SupportsIndex, *, owner: object = None
+        self, sessions: Iterable[SessionHandle], n: SupportsIndex, *, owner: object = None
     ) -> PoolStep:
         """Append n tokens to each of several different sessions, all of whose blocks are resident,
         since a step reads them; all of them or none."""
-        for session, seq in [(s, self._find("begin_step", s)) for s in sessions]:
+        given = as_sessions("begin_step", sessions)
+        for session, seq in [(s, self._find("begin_step", s)) for s in given]:
             blocks = self._resident("begin_step", seq, range(len(seq.table)))
             if config.POISON:
                 self._check_written(session, seq, blocks)
-        return super().begin_step(sessions, n, owner=owner)
+        return super().begin_step(given, n, owner=owner)
 
     def _layout(self) -> tuple[object, ...]:
         return (*super()._layout(), str(self.dtype))
@@ -375,6 +365,14 @@ class DeviceKvPool(KvBlockPool):
 
 _dtype = dtype
 _device = device
+
+
+def _empty_table(who: str, rows: int, width: int) -> NDArray[np.uint32]:
+    want = check_size(who, Spec((rows, width), u32))
+    try:
+        return np.full(want.shape, NO_BLOCK, np.uint32)
+    except MemoryError as e:
+        raise OutOfMemory(f"{who}: got no memory for {want.nbytes} bytes") from e
 
 
 def _check_geometry(geometry: object, dt: DType) -> None:

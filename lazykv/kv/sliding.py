@@ -16,8 +16,9 @@ from lazykv.errors import GraphError, RangeError
 from lazykv.graph import Graph
 from lazykv.kv.layer import KvSlot
 from lazykv.kv.pairs import KvPairCache
+from lazykv.kv.places import places
 from lazykv.kv.rows import count, counts
-from lazykv.kv.slots import OpenStep, places, zeroed
+from lazykv.kv.slots import OpenStep, zeroed
 from lazykv.ops.write import ring_runs
 from lazykv.runtime.realize import run_effects
 from lazykv.spec import MAX_BYTES, whole
@@ -77,11 +78,11 @@ class SlidingKvCache(KvPairCache):
             who, n_layers, n_kv_heads, head_dim, window, sink_tokens, rollback_slack
         )
         most = None if max_seq_len is None else count(who, "max_seq_len", max_seq_len, 1)
-        dt, where = _dtype(dtype), places(who, device, layers)
+        dt, (where, place) = _dtype(dtype), places(who, device, layers)
         cache = cls(layers, heads, dim, size, sinks, slack, dt)
         made = zeroed([(1, heads, cache.ring_rows, dim) for _ in KvSlot], dt, where)
         cache._take_zeroed(made)
-        cache._max_seq_len, cache._locations = most, where
+        cache._max_seq_len, cache._locations, cache._place = most, where, place
         return cache
 
     @staticmethod

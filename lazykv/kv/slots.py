@@ -12,17 +12,21 @@ from lazykv import config
 from lazykv.backend_call import BackendCall
 from lazykv.device import CPU, DeviceLike, DeviceLocation, HostArray, device
 from lazykv.dtypes import DType, to_logical
-from lazykv.errors import BindingError, GraphError, RangeError, ShapeError
+from lazykv.errors import DTypeError, GraphError, RangeError, ShapeError
 from lazykv.graph import Graph, Tensor
+from lazykv.interchange import read_only
 from lazykv.kv.base import RowCache
 from lazykv.kv.batch import grown, replace_storages
-from lazykv.kv.rows import as_rows, check_layers, check_rows, count, write_rows
+from lazykv.kv.places import check_device
+from lazykv.kv.rows import as_rows, check_rows, count, write_rows
 from lazykv.layout import Layout
 from lazykv.owner import exclusive
 from lazykv.poison import RowLog
 from lazykv.runtime.realize import allocate
 from lazykv.spec import Shape, Spec, whole
 from lazykv.storage import Storage, as_host_bytes
+
+_EVERY = (slice(None),) * 2  # of each axis that can come before the rows
 
 
 @dataclass
@@ -61,7 +65,7 @@ class SlotCache(RowCache):
         raise NotImplementedError
 
     def _put_slots(self, layer: int, slots: tuple[Storage, ...] | None) -> None:
-        """Replace a layer's storages by others of the same kind, or drop them."""
+        """Replace a layer's storages by others of the same kind, or drop them. Versions go on."""
         raise NotImplementedError
 
     def _slot_names(self) -> Sequence[str]:
@@ -80,6 +84,11 @@ class SlotCache(RowCache):
         """Count one cache-level write to a slot; nothing happens if the layer is absent."""
         raise NotImplementedError
 
+    def _bump_all(self) -> None:
+        for i in self._populated():
+            for slot in range(len(self._slot_names())):
+                self.bump_version(i, slot)
+
     def _populated(self) -> list[int]:
         return [i for i in range(self.n_layers()) if self._slots(i) is not None]
 
@@ -92,12 +101,12 @@ class SlotCache(RowCache):
     def capacity(self) -> int | None:
         return self._max_seq_len
 
-    def slot_storage(self, layer: SupportsIndex, slot: object) -> Storage | None:
+    def slot_storage(self, layer: SupportsIndex, slot: SupportsIndex) -> Storage | None:
         """The storage of a slot: what plans and `InferenceContext.insert` bind. None if the layer
         has none, or if there is no such layer or slot."""
         who = f"{type(self).__name__}.slot_storage"
-        slots = self._slots(whole(who, "layer", layer)) or ()
-        return next((s for which, s in enumerate(slots) if which == slot), None)
+        slots, which = self._slots(whole(who, "layer", layer)) or (), whole(who, "slot", slot)
+        return slots[which] if 0 <= which < len(slots) else None
 
     def rebind_slot(self, layer: int, which: int) -> Storage | None:
         return self.slot_storage(layer, which)
@@ -107,21 +116,41 @@ class SlotCache(RowCache):
     def drop_open_step(self) -> None:
         self._step = None
 
-    abort_step = drop_open_step
+    @exclusive
+    def abort_step(self) -> None:
+        """Drop a step in progress; its rows were never counted."""
+        self.drop_open_step()
+
+    def check_no_open_step(self, who: str) -> None:
+        if self._step is not None:
+            raise GraphError(
+                f"{who}: got an open step of {self._step.rows} rows for layers "
+                f"{sorted(self._step.layers)}, need none; append to the other layers, or use "
+                "abort_step()"
+            )
+
+    @exclusive
+    def reset(self) -> None:
+        """Rewind to length 0 and drop an open step, keeping buffers and id. Versions move, so that
+        who compares them sees that the rows are gone."""
+        super().reset()
+        self._bump_all()
 
     @exclusive
     def clear(self) -> None:
         """Drop every layer and mint a new id; the memory is free for others."""
         for i in range(self.n_layers()):
             self._put_slots(i, None)
-        self._locations = [None] * self.n_layers()
+        self._locations, self._place = [None] * self.n_layers(), None
         self._cached_len = 0
         self._step = None
+        self._savepoints.clear()
         self._new_allocation()
 
     @exclusive
     def grow(self, new_capacity: SupportsIndex) -> None:
-        """More rows for every layer, old rows kept; mints a new id. A smaller capacity is refused.
+        """More rows for every layer, old rows and savepoints kept; mints a new id. A smaller
+        capacity is refused, and so is an open step.
 
         The new storage is made before the old is let go, so a failure changes nothing.
         """
@@ -132,6 +161,7 @@ class SlotCache(RowCache):
         if capacity < self._max_seq_len:
             raise RangeError(f"{who}: got capacity {capacity}, need >= {self._max_seq_len}")
         if capacity > self._max_seq_len:
+            self.check_no_open_step(who)
             self._replace(lambda slot: grown(slot, capacity, self.row_axis))
             self._max_seq_len = capacity
 
@@ -145,7 +175,6 @@ class SlotCache(RowCache):
                 if before.row_log is not None:
                     after.row_log = before.row_log.resized(after.shape[self.row_axis])
             self._put_slots(i, fresh)
-        self._step = None
         self._new_allocation()
 
     def _take_zeroed(self, made: Sequence[tuple[Storage, ...] | None]) -> None:
@@ -227,15 +256,25 @@ class SlotCache(RowCache):
         """Append to every populated layer in one pass; `values` holds, per slot, the rows of each
         layer. All arguments are checked first."""
         who = f"{type(self).__name__}.append_all"
+        with self.owned(who):
+            writes, rows, present = self._check_append_all(who, values)
+            self._write_at_length(who, writes, present)
+            self._cached_len += rows
+            return [self._live(i) for i in present]
+
+    def _check_append_all(
+        self, who: str, values: Sequence[Sequence[object]]
+    ) -> tuple[list[tuple[Storage, HostArray]], int, list[int]]:
+        """The writes of a whole step, its number of rows and the layers."""
         present = self._populated()
         if not present:
             self._writable(who, 0, 0)
-        if any(len(xs) != len(present) for xs in values):
-            names = self._slot_names()
-            got = " and ".join(f"{len(xs)} {names[slot]}" for slot, xs in enumerate(values))
+        names = self._slot_names()
+        counts = [_length(f"{who}: got {name}", xs) for name, xs in zip(names, values, strict=True)]
+        if any(n != len(present) for n in counts):
+            got = " and ".join(f"{n} {name}" for n, name in zip(counts, names, strict=True))
             raise ShapeError(f"{who}: got {got}, need {len(present)} of each")
-        if self._step is not None:
-            raise GraphError(f"{who}: got an open step, need none; use abort_step()")
+        self.check_no_open_step(who)
         writes = [
             self._write_of(f"{who}(layer {i})", i, slot, x)
             for i, of_layer in zip(present, zip(*values, strict=True), strict=True)
@@ -244,19 +283,16 @@ class SlotCache(RowCache):
         rows = writes[0][1].shape[self.row_axis]
         if any(x.shape[self.row_axis] != rows for _, x in writes):
             raise ShapeError(f"{who}: got different numbers of rows, need {rows} everywhere")
-        with self.owned(who):
-            self._write_at_length(who, writes, present)
-            self._cached_len += rows
-            return [self._live(i) for i in present]
+        return writes, rows, present
 
     def _live(self, layer: SupportsIndex) -> tuple[HostArray, ...]:
         """Read-only views of the live rows of a layer's slots; zero-copy where the host can."""
-        who = f"{type(self).__name__}.live"
+        who = f"{type(self).__name__}.live(layer {layer})"
         slots = self._slots(whole(who, "layer", layer))
         if slots is None:
+            who = f"{type(self).__name__}.live"
             raise RangeError(f"{who}: got layer {layer}, need a populated layer")
-        who = f"{who}(layer {layer})"
-        return tuple(self._view(who, storage, self._cached_len) for storage in slots)
+        return tuple([self._view(who, storage, self._cached_len) for storage in slots])
 
     def _writable(self, who: str, layer: int, slot: int) -> tuple[Storage, int]:
         """A slot that rows may be written to, and how many it holds."""
@@ -316,31 +352,23 @@ class SlotCache(RowCache):
         if storage.row_log is not None:
             storage.row_log.check(who, slice(start, start + n))
         if storage.location == CPU:
-            at = (slice(None),) * self.row_axis + (slice(start, start + n),)
-            view = to_logical(storage.array, storage.dtype)[at]
-        else:
-            layout = Layout.contiguous(storage.shape).slice(self.row_axis, start, n)
-            backend = device(storage.location).backend
-            with storage.read() as array, BackendCall(storage.location, "copy_out"):
-                rows = backend.copy_out(backend.view(array, storage.dtype, layout))
-            view = to_logical(rows, storage.dtype)
+            at = (*_EVERY[: self.row_axis], slice(start, start + n))
+            return to_logical(read_only(storage.array), storage.dtype)[at]
+        layout = Layout.contiguous(storage.shape).slice(self.row_axis, start, n)
+        backend = device(storage.location).backend
+        with storage.read() as array, BackendCall(storage.location, "copy_out"):
+            rows = backend.copy_out(backend.view(array, storage.dtype, layout))
+        view = to_logical(rows, storage.dtype)
         view.flags.writeable = False
         return view
 
 
-_device = device
-
-
-def places(
-    who: str, given: DeviceLike | Sequence[DeviceLike | None], layers: int
-) -> list[DeviceLocation | None]:
-    """A location per layer, every one of them served by a backend (None: no such layer here)."""
-    check_layers(who, layers)
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        return [_device(given).location] * layers
-    if len(given) != layers:
-        raise ShapeError(f"{who}: got {len(given)} devices, need one per layer ({layers})")
-    return [None if d is None else _device(d).location for d in given]
+def _length(who: str, layers: Sequence[object]) -> int:
+    try:
+        return len(layers)
+    except TypeError:
+        got = type(layers).__name__
+        raise DTypeError(f"{who} of {got}, need a list of rows, one array per layer") from None
 
 
 def zeroed(
@@ -355,9 +383,3 @@ def zeroed(
     ]  # fmt: skip
     made = iter(allocate(fills))
     return [None if place is None else tuple(next(made) for _ in shapes) for place in where]
-
-
-def check_device(who: str, given: DeviceLike | None, location: DeviceLocation) -> None:
-    """A device that a caller names must be the storage's own."""
-    if given is not None and _device(given).location != location:
-        raise BindingError(f"{who}: got device {_device(given)}, need the cache's own {location}")

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lazykv.errors import EnvironmentMissing
+from lazykv.errors import DTypeError, EnvironmentMissing
 from lazykv.models.generate import Piece, generate
 from lazykv.models.model import LlamaModel
 from lazykv.models.paged import PagedDecoder
@@ -49,6 +49,9 @@ def load(
     unsupported, `EnvironmentMissing` if the `models` extra, the network or a writable cache folder
     is missing.
     """
+    for name, call in (("progress", progress), ("notify", notify)):
+        if call is not None and not callable(call):
+            raise DTypeError(f"models.load: got {name} {type(call).__name__}, need a function")
     checkpoint = open_checkpoint(path_or_name, notify)
     return LlamaModel(
         checkpoint.config,

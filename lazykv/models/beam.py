@@ -7,7 +7,9 @@ from typing import SupportsIndex
 import numpy as np
 from numpy.typing import NDArray
 
-from lazykv.errors import RangeError, ShapeError
+from lazykv.errors import ShapeError
+from lazykv.kv.rows import count
+from lazykv.models.checks import of_kind
 from lazykv.models.model import LlamaModel
 
 
@@ -20,38 +22,36 @@ class Beam:
 
 
 def beam_search(
-    model: LlamaModel, ids: Iterable[SupportsIndex], *, beams: int = 4, max_new_tokens: int = 32,
-    eos_ids: Iterable[int] = (),
+    model: LlamaModel, ids: Iterable[SupportsIndex], *, beams: SupportsIndex = 4,
+    max_new_tokens: SupportsIndex = 32, eos_ids: Iterable[SupportsIndex] = (),
 ) -> list[Beam]:  # fmt: skip
     """The `beams` best continuations found, best first.
 
     A beam that meets one of `eos_ids` is finished and keeps its place among the best. Ties go to
     the earlier beam and the lower id, so the result is deterministic.
     """
-    tokens = model.check_tokens("beam_search", ids)
+    who = "beam_search"
+    of_kind(who, model, LlamaModel, "a LlamaModel")
+    tokens, ends = model.check_tokens(who, ids), frozenset(model.check_tokens(who, eos_ids))
     if not tokens.size:
-        raise ShapeError("beam_search: got an empty prompt, need at least one token")
-    if beams < 1 or max_new_tokens < 1:
-        raise RangeError(
-            f"beam_search: got {beams} beams and max_new_tokens {max_new_tokens}, need at least 1"
-        )
-    ends = frozenset(eos_ids)
-    cache = model.full_cache(tokens.size + max_new_tokens)
+        raise ShapeError(f"{who}: got an empty prompt, need at least one token")
+    width, budget = count(who, "beams", beams, 1), count(who, "max_new_tokens", max_new_tokens, 1)
+    cache = model.full_cache(tokens.size + budget)
     logits = model.prefill(tokens.tolist(), cache)[None]
     live, done = [Beam((), 0.0)], list[Beam]()
-    for step in range(max_new_tokens):
-        parents, grown = _extend(live, logits, beams)
+    for step in range(budget):
+        parents, grown = _extend(live, logits, width)
         kept = [n for n, b in enumerate(grown) if b.ids[-1] not in ends]
         done += [b for b in grown if b.ids[-1] in ends]
         live = [grown[n] for n in kept]
-        full = sorted(done, key=_worst_last)[:beams]
-        if not live or step == max_new_tokens - 1:
+        full = sorted(done, key=_worst_last)[:width]
+        if not live or step == budget - 1:
             break
-        if len(full) == beams and full[-1].log_probability >= live[0].log_probability:
+        if len(full) == width and full[-1].log_probability >= live[0].log_probability:
             break  # no live beam can still get among the best
         cache.select([parents[n] for n in kept])
         logits = np.atleast_2d(model.decode_step(_one_or_many([b.ids[-1] for b in live]), cache))
-    return sorted([*done, *live], key=_worst_last)[:beams]
+    return sorted([*done, *live], key=_worst_last)[:width]
 
 
 def _extend(

@@ -1,7 +1,7 @@
 """Chat templates: the Jinja programs in model files that turn messages into a prompt."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -20,7 +20,7 @@ MAX_STEPS = 10**6
 
 def render_chat(
     template: str,
-    messages: Sequence[Mapping[str, str]],
+    messages: Iterable[Mapping[str, str]],
     *,
     bos: str = "",
     eos: str = "",
@@ -36,7 +36,7 @@ def render_chat(
     Raises ModelFormatError if the messages are not of that form, or the template is not valid,
     refuses them, fails, or passes a bound.
     """
-    _check_messages(messages)
+    messages = _checked(messages)
     if len(template) > MAX_TEMPLATE_CHARACTERS:
         raise ModelFormatError(
             f"chat template: got {len(template)} characters, need at most {MAX_TEMPLATE_CHARACTERS}"
@@ -119,8 +119,13 @@ def _bounded_join(stream: Iterable[str]) -> str:
     return "".join(pieces)
 
 
-def _check_messages(messages: Sequence[Mapping[str, str]]) -> None:
-    for place, message in enumerate(messages):
+def _checked(messages: Iterable[Mapping[str, str]]) -> list[Mapping[str, str]]:
+    if isinstance(messages, Mapping) or not isinstance(messages, Iterable):
+        raise ModelFormatError(
+            f"chat messages: got {type(messages).__name__}, need a list of messages"
+        )
+    given = list(messages)
+    for place, message in enumerate(given):
         if not isinstance(message, Mapping):
             raise ModelFormatError(
                 f"chat message {place}: got {type(message).__name__}, need role and content"
@@ -130,6 +135,7 @@ def _check_messages(messages: Sequence[Mapping[str, str]]) -> None:
                 raise ModelFormatError(
                     f"chat message {place}: got {key} {message.get(key)!r}, need a string"
                 )
+    return given
 
 
 def _raise_exception(message: object) -> NoReturn:

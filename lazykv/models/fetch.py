@@ -17,7 +17,7 @@ from pathlib import Path
 import filelock
 import platformdirs
 
-from lazykv.errors import EnvironmentMissing, ModelFormatError
+from lazykv.errors import DTypeError, EnvironmentMissing, ModelFormatError
 
 LOCK_SECONDS = 900.0
 """How long to wait for another process that is fetching the same model."""
@@ -59,11 +59,21 @@ KNOWN_MODELS = {
 def locate_model(path_or_name: str | Path, progress: Progress | None = None) -> Path:
     """The path itself if it exists, else the file of the known model of that name, fetched.
 
-    Raises ModelFormatError if it is neither; EnvironmentMissing if fetching is not possible here.
+    Raises ModelFormatError if it is neither, DTypeError if it can be neither; EnvironmentMissing if
+    fetching is not possible here.
     """
+    if not isinstance(path_or_name, str | Path):
+        raise DTypeError(
+            f"models.load: got {type(path_or_name).__name__}, need a path or a model's name"
+        )
     path = Path(path_or_name)
-    if path.exists():
-        return path
+    try:
+        if path.exists():
+            return path
+    except OSError as error:
+        raise ModelFormatError(
+            f"model {str(path_or_name)!r:.80}: got {error.strerror}, need a path that can be read"
+        ) from error
     known = KNOWN_MODELS.get(str(path_or_name))
     if known is None:
         raise ModelFormatError(

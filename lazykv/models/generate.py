@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from lazykv.errors import RangeError, ShapeError
 from lazykv.kv.pairs import KvPairCache
 from lazykv.kv.rows import count
+from lazykv.models.checks import check_context, of_kind
 from lazykv.models.model import LlamaModel
 from lazykv.models.sampling import Sampler, StopStrings
 from lazykv.sessions.context import InferenceContext
@@ -44,7 +45,7 @@ class Reply:
         top_p: float | None = None, seed: int | None = None,
         stop: str | Iterable[str] | None = None,
     ) -> None:  # fmt: skip
-        tokenizer = model.tokenizer
+        tokenizer = of_kind(who, model, LlamaModel, "a LlamaModel").tokenizer
         if isinstance(prompt, str):
             prompt = tokenizer.with_bos(tokenizer.encode(prompt))
         self.prompt = model.check_tokens(who, prompt)
@@ -96,6 +97,7 @@ def generate(
     reply = Reply(
         "generate", model, prompt, max_new_tokens, temperature, top_k, top_p, seed, stop
     )  # fmt: skip
+    check_context("generate", ctx)
     n = len(reply.prompt)
     if cache is None:
         limit = model.config.context_length
@@ -106,6 +108,7 @@ def generate(
         # The last token's row is never needed, so the budget counts one less.
         cache = model.new_cache(min(limit, n + reply.max_new_tokens - 1))
     else:
+        model.check_single("generate", cache)
         model.check_room("generate", cache, n)
     return _stream(model, reply, cache, ctx)
 

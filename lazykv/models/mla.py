@@ -9,23 +9,24 @@ feed-forward block is dense, as in the first layer of DeepSeek-V2-Lite.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import SupportsIndex
+from typing import ClassVar, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lazykv.device import DeviceLike
 from lazykv.dtypes import DType, DTypeLike, f32, i64
-from lazykv.errors import GraphError, ModelFormatError, RangeError, ShapeError
+from lazykv.errors import ModelFormatError, RangeError, ShapeError
 from lazykv.functions import latent_attention
 from lazykv.graph import Graph, Tensor
 from lazykv.ids import ModelInstanceId
 from lazykv.kv.latent import LatentKvCache
+from lazykv.kv.rows import count
+from lazykv.models.checks import Unique, no_storage, of_kind, row_dtype, token_ids
 from lazykv.models.llama import StepGraph
 from lazykv.models.weights import frozen
 from lazykv.sessions.context import InferenceContext
 from lazykv.sessions.decode import DecodeSession
-from lazykv.spec import whole
 from lazykv.storage import Storage
 from lazykv.symbols import Sym
 
@@ -196,12 +197,14 @@ def _feed_forward(config: MlaConfig, w: dict[str, Tensor], x: Tensor) -> Tensor:
     return (both.slice(1, 0, inner).silu() * both.slice(1, inner, inner)) @ w["ffn_down"]
 
 
-class MlaModel:
+class MlaModel(Unique):
     """A decoder and its weights, shared by every cache made by `new_cache`."""
 
+    instead: ClassVar[str] = "MlaModel(model.config, model.weights) shares the weights"
+
     def __init__(self, config: MlaConfig, weights: MlaWeights) -> None:
-        self.config = config
-        self.weights = weights
+        self.config = of_kind("MlaModel", config, MlaConfig, "an MlaConfig")
+        self.weights = of_kind("MlaModel", weights, MlaWeights, "MlaWeights")
         self.instance_id = ModelInstanceId()
         # Rotary frequencies reach the graph as bound tables, so theta is no part of the key.
         names = [f.name for f in fields(config) if f.name != "rope_theta"]
@@ -212,11 +215,16 @@ class MlaModel:
         self._ctx = InferenceContext("cpu")
 
     def new_cache(
-        self, max_seq_len: SupportsIndex, dtype: DTypeLike = f32, device: DeviceLike = "cpu"
-    ) -> LatentKvCache:
-        """A cache of this model's geometry: a latent and a rotary key per token and layer."""
+        self, max_seq_len: SupportsIndex, dtype: DTypeLike | None = None,
+        device: DeviceLike | None = None,
+    ) -> LatentKvCache:  # fmt: skip
+        """A cache of this model's geometry: a latent and a rotary key per token and layer; f32 (or
+        f16, bf16) on the CPU unless told otherwise."""
         c = self.config
-        return LatentKvCache.with_capacity(c.n_layers, max_seq_len, c.slot_trailing, dtype, device)
+        return LatentKvCache.with_capacity(
+            c.n_layers, max_seq_len, c.slot_trailing, row_dtype("new_cache", dtype),
+            "cpu" if device is None else device,
+        )  # fmt: skip
 
     def prefill(self, ids: Iterable[SupportsIndex], cache: LatentKvCache) -> NDArray[np.float32]:
         """Run a prompt (or its continuation) into the cache; logits ``[vocab]`` of the last token.
@@ -225,7 +233,7 @@ class MlaModel:
         prompt. Raises before anything is written if the prompt is empty, holds an unknown id or
         does not fit.
         """
-        tokens = self._tokens("prefill", ids)
+        tokens = token_ids("prefill", ids, self.config.vocab_size)
         if not tokens.size:
             raise ShapeError("prefill: got an empty prompt, need at least one token")
         start = self._check_room("prefill", cache, tokens.size)
@@ -244,12 +252,14 @@ class MlaModel:
     def decode_step(self, token: SupportsIndex, cache: LatentKvCache) -> NDArray[np.float32]:
         """Append one token and return the logits ``[vocab]`` that follow it. The plan is made once
         and held with the cache."""
-        tokens = self._tokens("decode_step", (token,))
+        tokens = token_ids("decode_step", (token,), self.config.vocab_size)
         self._check_room("decode_step", cache, 1)
         return self._run(tokens, cache)
 
     def session_for(self, cache: LatentKvCache, seq: int = 1) -> DecodeSession:
         """The held session for steps of `seq` tokens, planned anew if the held one is not valid."""
+        of_kind("session_for", cache, LatentKvCache, "a LatentKvCache; use new_cache")
+        seq = count("session_for", "seq", seq, 1)
         slot = ("mla", self.instance_id, seq)
         held: DecodeSession | None = cache.held.get(slot)
         if held is None or not held.is_valid_for(cache, seq=seq, model_key=self.model_key):
@@ -279,17 +289,10 @@ class MlaModel:
         cache.cached_len = start + seq
         return logits
 
-    def _tokens(self, who: str, ids: Iterable[SupportsIndex]) -> NDArray[np.int64]:
-        tokens = [whole(who, "token", i) for i in ids]
-        for t in tokens:
-            if not 0 <= t < self.config.vocab_size:
-                raise RangeError(
-                    f"{who}: got token {t}, need 0 <= token < {self.config.vocab_size}"
-                )
-        return np.asarray(tokens, np.int64)
-
     def _check_room(self, who: str, cache: LatentKvCache, n: int) -> int:
-        """The live length of a cache of this model's geometry that has room for n more rows."""
+        """The live length of a cache of this model's geometry that has room for n more rows, and
+        no open step, whose rows would be at the same place."""
+        of_kind(who, cache, LatentKvCache, "a LatentKvCache; use new_cache")
         c = self.config
         have, need = (cache.n_layers(), cache.slot_trailing), (c.n_layers, c.slot_trailing)
         if have != need:
@@ -297,8 +300,11 @@ class MlaModel:
                 f"{who}: got a cache of {have[0]} layers with rows {have[1]}, need {need[0]} "
                 f"layers with rows {need[1]}; use new_cache"
             )
-        if any(cache.slot_storage(i, 0) is None for i in range(c.n_layers)):
-            raise GraphError(f"{who}: got a cache without storage, need one made by new_cache")
+        absent = [cache.slot_storage(i, 0) is None for i in range(c.n_layers)]
+        if any(absent):
+            raise no_storage(who, all(absent))
+        row_dtype(who, cache.dtype)
+        cache.check_no_open_step(who)
         start, capacity = len(cache), cache.max_seq_len
         if capacity is None or start + n > capacity:
             raise RangeError(

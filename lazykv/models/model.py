@@ -2,16 +2,15 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lazykv.device import DeviceLike, DeviceLocation, generation
 from lazykv.device import device as find_device
-from lazykv.dtypes import DTypeLike, f32
-from lazykv.dtypes import dtype as find_dtype
-from lazykv.errors import DTypeError, GraphError, ModelFormatError, RangeError, ShapeError
+from lazykv.dtypes import DTypeLike
+from lazykv.errors import GraphError, ModelFormatError, RangeError, ShapeError
 from lazykv.ids import ModelInstanceId
 from lazykv.kv.block_store import BlockStore
 from lazykv.kv.cache import KvCache
@@ -21,6 +20,15 @@ from lazykv.kv.pool import DeviceKvPool
 from lazykv.kv.rows import count
 from lazykv.kv.sliding import SlidingKvCache
 from lazykv.models.cache_rows import CacheRows, LinearRows, RingRows
+from lazykv.models.checks import (
+    Unique,
+    check_cache,
+    check_context,
+    no_storage,
+    of_kind,
+    row_dtype,
+    token_ids,
+)
 from lazykv.models.config import LlamaConfig
 from lazykv.models.llama import RopeTable, StepGraph, build_step
 from lazykv.models.weights import LlamaWeights, place_weights
@@ -28,7 +36,6 @@ from lazykv.pages.geometry import KvGeometry
 from lazykv.sessions.captured import CapturedDecodeSession
 from lazykv.sessions.context import InferenceContext
 from lazykv.sessions.decode import DecodeSession
-from lazykv.spec import whole
 
 if TYPE_CHECKING:
     from lazykv.models.tokenizer import Tokenizer
@@ -51,18 +58,20 @@ _STRUCTURE = (
 reach it as bound tables."""
 
 
-class LlamaModel:
+class LlamaModel(Unique):
     """A loaded Llama-type model. Weights are shared by every cache and session of this object.
 
     To change them, assign `weights` and raise `weights_epoch`: plans of the old are then stale.
     """
 
+    instead: ClassVar[str] = "LlamaModel(model.config, model.weights) shares the weights"
+
     def __init__(
         self, config: LlamaConfig, weights: LlamaWeights, *, tokenizer: "Tokenizer | None" = None,
         chat_template: str | None = None, name: str = "llama",
     ) -> None:  # fmt: skip
-        self.config = config
-        self.weights = weights
+        self.config = of_kind("LlamaModel", config, LlamaConfig, "a LlamaConfig")
+        self.weights = of_kind("LlamaModel", weights, LlamaWeights, "LlamaWeights")
         self.name = name
         self.chat_template = chat_template
         self.instance_id = ModelInstanceId()
@@ -95,7 +104,7 @@ class LlamaModel:
         self, max_seq_len: SupportsIndex, dtype: DTypeLike | None = None,
         device: DeviceLike | Sequence[DeviceLike] | None = None,
     ) -> KvPairCache:  # fmt: skip
-        """A cache of this model's geometry; f32 on the CPU unless told otherwise.
+        """A cache of this model's geometry; f32 (or f16, bf16) on the CPU unless told otherwise.
 
         With one device per layer the model decodes as a pipeline: each layer runs where its rows
         are. A model with a sliding window gets a `SlidingKvCache`, unless `max_seq_len` is within
@@ -103,11 +112,12 @@ class LlamaModel:
         `MAX_CHUNK`.
         """
         c, most = self.config, count("new_cache", "max_seq_len", max_seq_len, 1)
+        dt = row_dtype("new_cache", dtype)
         if c.sliding_window is None or most <= c.sliding_window:
-            return self.full_cache(most, dtype, device)
+            return self.full_cache(most, dt, device)
         return SlidingKvCache.with_capacity(
             c.n_layers, c.n_kv_heads, c.head_dim, c.sliding_window,
-            f32 if dtype is None else dtype, "cpu" if device is None else device,
+            dt, "cpu" if device is None else device,
             rollback_slack=min(c.sliding_window, MAX_CHUNK) - 1, max_seq_len=most,
         )  # fmt: skip
 
@@ -119,7 +129,7 @@ class LlamaModel:
         c = self.config
         return KvCache.with_capacity(
             c.n_layers, c.n_kv_heads, c.head_dim, max_seq_len,
-            f32 if dtype is None else dtype, "cpu" if device is None else device,
+            row_dtype("full_cache", dtype), "cpu" if device is None else device,
         )  # fmt: skip
 
     def new_pool(
@@ -127,11 +137,12 @@ class LlamaModel:
         dtype: DTypeLike | None = None, device: DeviceLike | None = None, *,
         store: BlockStore | None = None,
     ) -> DeviceKvPool:  # fmt: skip
-        """A paged pool of this model's geometry; f32 on the CPU unless told otherwise.
+        """A paged pool of this model's geometry; f32 (or f16, bf16) on the CPU unless told
+        otherwise.
 
         `PagedDecoder` runs the model over it. Evicted blocks go to `store`.
         """
-        c, dt = self.config, find_dtype(f32 if dtype is None else dtype)
+        c, dt = self.config, row_dtype("new_pool", dtype)
         geometry = KvGeometry(
             c.n_layers, count("new_pool", "num_blocks", num_blocks, 1),
             count("new_pool", "block_size", block_size, 1), c.n_kv_heads, c.head_dim, dt.itemsize,
@@ -147,13 +158,14 @@ class LlamaModel:
 
         The prompt runs in chunks whose lengths are powers of two, so that a handful of plans serves
         every prompt. Raises before anything is written if the prompt is empty, holds an unknown id
-        or does not fit. A failure midway rewinds the cache, or leaves the chunks that ran if they
-        have overwritten too much of a ring.
+        or does not fit, or if the cache has an open step. A failure midway rewinds the cache, or
+        leaves the chunks that ran if they have overwritten too much of a ring.
         """
         tokens = self.check_tokens("prefill", ids)
         if not tokens.size:
             raise ShapeError("prefill: got an empty prompt, need at least one token")
-        self._check_single("prefill", cache)
+        self.check_single("prefill", cache)
+        check_context("prefill", ctx)
         with cache.owned("prefill"):
             return self._prefill(tokens, cache, ctx)
 
@@ -188,6 +200,8 @@ class LlamaModel:
         With a batched cache, one token per sequence and logits ``[batch, vocab]``. The plan is made
         once and held with the cache (or in `ctx`); `cached_len` moves by one.
         """
+        check_cache("decode_step", cache)
+        check_context("decode_step", ctx)
         given: Any = (token,) if cache.batch == 1 else token
         tokens = self.check_tokens("decode_step", given)
         if tokens.size != cache.batch:
@@ -204,7 +218,7 @@ class LlamaModel:
         tokens = self.check_tokens("score", ids)
         if not tokens.size:
             raise ShapeError("score: got no tokens, need at least one")
-        self._check_single("score", cache)
+        self.check_single("score", cache)
         with cache.owned("score"):
             self.check_room("score", cache, tokens.size)
             return self._run(tokens, cache, None, every=True)
@@ -217,6 +231,9 @@ class LlamaModel:
 
         `every` asks for the logits of all positions.
         """
+        check_cache("session_for", cache)
+        check_context("session_for", ctx)
+        seq = count("session_for", "seq", seq, 1)
         # A context carries one session, the single-token one; other plans stay with the cache.
         if ctx is not None and seq == 1 and not every:
             ctx.refresh(cache, seq=seq, model_key=self.model_key)
@@ -237,6 +254,8 @@ class LlamaModel:
     def step_graph(self, cache: KvPairCache, seq: int = 1, *, every: bool = False) -> StepGraph:
         """The graph that `session_for` plans."""
         rows: CacheRows | None = None
+        check_cache("step_graph", cache)
+        seq = count("step_graph", "seq", seq, 1)
         if isinstance(cache, SlidingKvCache):
             rows = RingRows(cache.ring_rows, cache.sink_tokens)
         elif cache.max_seq_len is not None:
@@ -251,8 +270,15 @@ class LlamaModel:
     def weights_for(self, cache: KvPairCache | DeviceKvPool) -> LlamaWeights:
         """The weights where the cache's layers are; copies are made once per set of places, and
         again where a backend was replaced."""
+        if not isinstance(cache, DeviceKvPool):
+            check_cache("weights_for", cache)
         slots = [cache.slot_storage(i, KvSlot.K) for i in range(cache.n_layers())]
         places = tuple(s.location for s in slots if s is not None)
+        if len(places) != self.config.n_layers:
+            raise GraphError(
+                f"weights_for: got a cache of {len(places)} layers with storage, need "
+                f"{self.config.n_layers}; use new_cache"
+            )
         if self._placed_epoch != self.weights_epoch:
             self._placed.clear()
             self._placed_epoch = self.weights_epoch
@@ -269,7 +295,7 @@ class LlamaModel:
         step = self.step_graph(cache, seq, every=every)
         kind = CapturedDecodeSession if captures(cache, seq) else DecodeSession
         # Inputs are bound where the rows are, so that one place runs the whole step.
-        place = ctx or InferenceContext(cache.device_location() or "cpu")
+        place = ctx or InferenceContext(cache.only_location() or "cpu")
         return kind.build(
             place, step.logits, kv=cache, kv_nodes=step.kv_nodes, bound=step.bound,
             seq=seq, model_key=self.model_key,
@@ -298,7 +324,9 @@ class LlamaModel:
         cache.cached_len = start + seq
         return logits
 
-    def _check_single(self, who: str, cache: KvPairCache) -> None:
+    def check_single(self, who: str, cache: KvPairCache) -> None:
+        """Refuse what is no cache, and one of several sequences."""
+        check_cache(who, cache)
         if cache.batch != 1:
             raise ShapeError(
                 f"{who}: got a cache of {cache.batch} sequences, need one; use repeat() afterwards"
@@ -306,18 +334,12 @@ class LlamaModel:
 
     def check_tokens(self, who: str, ids: Iterable[SupportsIndex]) -> NDArray[np.int64]:
         """Token ids as i64 ``[n]``, all of them in the vocabulary."""
-        if isinstance(ids, str | bytes) or not isinstance(ids, Iterable):
-            got = "text" if isinstance(ids, str | bytes) else type(ids).__name__
-            raise DTypeError(f"{who}: got {got}, need token ids; use tokenizer.encode")
-        tokens = [whole(who, "token", i) for i in ids]
-        vocab = self.config.vocab_size
-        for t in tokens:
-            if not 0 <= t < vocab:
-                raise RangeError(f"{who}: got token {t}, need 0 <= token < {vocab}")
-        return np.asarray(tokens, np.int64)
+        return token_ids(who, ids, self.config.vocab_size)
 
     def check_room(self, who: str, cache: KvPairCache, n: int) -> int:
-        """The live length of a cache of this model's geometry that has room for n more rows."""
+        """The live length of a cache of this model's geometry that has room for n more rows, and
+        no open step, whose rows would be at the same place."""
+        check_cache(who, cache)
         c = self.config
         have = (cache.n_layers(), cache.n_kv_heads, cache.head_dim)
         if have != (c.n_layers, c.n_kv_heads, c.head_dim):
@@ -327,7 +349,10 @@ class LlamaModel:
             )
         most, start = cache.max_seq_len, cache.cached_len
         if (cache.bounded and most is None) or any(layer is None for layer in cache.layers):
-            raise GraphError(f"{who}: got a cache without storage, need one made by new_cache")
+            bare = all(layer is None for layer in cache.layers)
+            raise no_storage(who, bare and (most is not None or not cache.bounded))
+        row_dtype(who, cache.dtype)
+        cache.check_no_open_step(who)
         if isinstance(cache, SlidingKvCache) and cache.window != c.sliding_window:
             raise ShapeError(
                 f"{who}: got a cache with window {cache.window}, need {c.sliding_window}; use "
@@ -339,7 +364,7 @@ class LlamaModel:
             )
         return start
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def chat_prompt(self, messages: Iterable[Mapping[str, str]]) -> str:
         """Messages (``role``, ``content``) laid out by the model's own chat template."""
         if self.chat_template is None:
             raise ModelFormatError(
@@ -360,7 +385,7 @@ class LlamaModel:
 def captures(cache: KvPairCache, seq: int) -> bool:
     """Whether single-token steps over a cache are captured: its rows are in one place, whose
     backend can."""
-    where = cache.device_location()
+    where = cache.only_location()
     if seq != 1 or where is None or isinstance(cache, SlidingKvCache):
         return False
     return find_device(where).backend.capabilities.capture

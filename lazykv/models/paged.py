@@ -1,23 +1,25 @@
 """A model over a paged pool: many sequences at their own lengths, one plan per size of batch."""
 
 from collections.abc import Iterable, Sequence
-from typing import SupportsIndex
+from typing import ClassVar, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lazykv.errors import DTypeError, RangeError, ShapeError
+from lazykv.errors import RangeError, ShapeError
 from lazykv.ids import SessionHandle
 from lazykv.kv.pool import DeviceKvPool
 from lazykv.kv.rows import count
 from lazykv.models.cache_rows import PagedRows
+from lazykv.models.checks import Unique, of_kind, row_dtype
 from lazykv.models.llama import build_step
 from lazykv.models.model import MAX_CHUNK, LlamaModel
+from lazykv.pages.steps import as_sessions
 from lazykv.sessions.context import InferenceContext
 from lazykv.sessions.paged import PagedDecodeSession
 
 
-class PagedDecoder:
+class PagedDecoder(Unique):
     """Runs a model over the sessions of a pool. Plans are made at first use and held.
 
     A step of n sessions runs the plan of the next power of two; prompts run one session at a time,
@@ -25,14 +27,15 @@ class PagedDecoder:
     sequence; None: all the pool can hold) are sizes that plans bake. One thread at a time.
     """
 
+    instead: ClassVar[str] = "several decoders of one model may share a pool"
+
     def __init__(
         self, model: LlamaModel, pool: DeviceKvPool, *, max_batch: SupportsIndex = 8,
         max_context: SupportsIndex | None = None,
     ) -> None:  # fmt: skip
-        self.model = model
-        self.pool = pool
-        if not pool.dtype.is_float or pool.dtype.itemsize not in (2, 4):
-            raise DTypeError(f"PagedDecoder: got a pool of {pool.dtype}, need f32, f16 or bf16")
+        self.model = of_kind("PagedDecoder", model, LlamaModel, "a LlamaModel")
+        self.pool = of_kind("PagedDecoder", pool, DeviceKvPool, "a DeviceKvPool; use new_pool")
+        row_dtype("PagedDecoder", pool.dtype)
         self.max_batch = count("PagedDecoder", "max_batch", max_batch, 1)
         g, c = pool.geometry, model.config
         if (g.n_layers, g.n_kv_heads, g.head_dim) != (c.n_layers, c.n_kv_heads, c.head_dim):
@@ -76,25 +79,26 @@ class PagedDecoder:
             raise
 
     def decode(
-        self, sessions: Sequence[SessionHandle], tokens: Iterable[SupportsIndex]
+        self, sessions: Iterable[SessionHandle], tokens: Iterable[SupportsIndex]
     ) -> NDArray[np.float32]:
         """Append one token to each of several sessions; logits ``[n, vocab]`` that follow them.
 
         Every row equals what the session alone would give up to the rounding of matrix products.
         """
-        ids = self.model.check_tokens("decode", tokens)
-        if len(ids) != len(sessions) or not 0 < len(ids) <= self.max_batch:
+        ids, given = self.model.check_tokens("decode", tokens), as_sessions("decode", sessions)
+        if len(ids) != len(given) or not 0 < len(ids) <= self.max_batch:
             raise ShapeError(
-                f"decode: got {len(ids)} tokens for {len(sessions)} sessions, need one each for "
+                f"decode: got {len(ids)} tokens for {len(given)} sessions, need one each for "
                 f"1..{self.max_batch}"
             )
-        for session in sessions:
+        for session in given:
             self.check_room("decode", session, 1)
-        return self._run(sessions, ids.reshape(-1, 1))
+        return self._run(given, ids.reshape(-1, 1))
 
     def session_for(self, n: int, seq: int = 1) -> PagedDecodeSession:
         """The held plan for steps of n sequences by `seq` tokens, made anew if it is not valid."""
-        size = 1 << (n - 1).bit_length()
+        seq, most = count("session_for", "seq", seq, 1), count("session_for", "n", n, 1)
+        size = 1 << (most - 1).bit_length()
         key = self.model.model_key
         held = self._held.get((size, seq))
         if held is None or not held.is_valid_for(self.pool, seq=seq, model_key=key):
@@ -110,6 +114,7 @@ class PagedDecoder:
 
     def check_room(self, who: str, session: SessionHandle, n: int) -> int:
         """The tokens of a session that may take n more."""
+        self.pool.check_append(who, session, 0)
         start = self.pool.filled_tokens(session)
         if start + n > self.max_context:
             raise RangeError(

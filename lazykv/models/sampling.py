@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from copy import deepcopy
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -40,6 +41,9 @@ class Sampler:
         self.top_p = top_p
         self._random = np.random.Generator(np.random.PCG64(seed))
 
+    def __copy__(self) -> "Sampler":
+        return deepcopy(self)  # sharing the source of numbers, each would skip the other's draws
+
     def __call__(self, logits: ArrayLike) -> int:
         """The id chosen from `logits` `[vocab]`; -inf rules a token out.
 
@@ -65,7 +69,8 @@ class Sampler:
 
     def draw(self, probabilities: NDArray[np.float64]) -> int:
         """An id drawn from ``[vocab]`` probabilities with this sampler's randomness."""
-        return _draw(probabilities, self.uniform())
+        row = _numbers("draw", "probabilities", probabilities)
+        return _draw(row.astype(np.float64), self.uniform())
 
     def uniform(self) -> float:
         """The next random number in [0, 1)."""
@@ -98,13 +103,21 @@ class Sampler:
 
 def _row(logits: ArrayLike) -> tuple[NDArray[np.generic], int]:
     """One checked row of logits, and the id of its largest."""
-    row = np.asarray(logits)
-    if row.ndim != 1 or not row.size:
-        raise ShapeError(f"Sampler: got logits of shape {list(row.shape)}, need [vocab]")
+    row = _numbers("Sampler", "logits", logits)
     best = int(np.argmax(row))  # the first NaN if there is one, else the first largest
     if not math.isfinite(row[best]):
         raise RangeError(f"Sampler: got logit {row[best]} for token {best}, need finite ones")
     return row, best
+
+
+def _numbers(who: str, name: str, values: ArrayLike) -> NDArray[np.generic]:
+    """One non-empty row of real numbers."""
+    row = np.asarray(values)
+    if row.ndim != 1 or not row.size:
+        raise ShapeError(f"{who}: got {name} of shape {list(row.shape)}, need [vocab]")
+    if row.dtype.kind in "OSUTbcMm":
+        raise DTypeError(f"{who}: got {name} of {row.dtype}, need real numbers")
+    return row
 
 
 def _nucleus(
@@ -157,6 +170,8 @@ class StopStrings:
 
     def push(self, text: str) -> str:
         """What can be let out now that `text` has come; empty once stopped."""
+        if not isinstance(text, str):
+            raise DTypeError(f"StopStrings.push: got {type(text).__name__}, need str")
         if self.stopped:
             return ""
         text = self._held + text

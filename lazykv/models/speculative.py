@@ -7,13 +7,15 @@ arXiv:2211.17192); at temperature 0 it is the model's greedy text. Rejected rows
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, SupportsIndex
+from typing import ClassVar, Protocol, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lazykv.errors import RangeError, ShapeError
+from lazykv.errors import DTypeError, ShapeError
 from lazykv.kv.pairs import KvPairCache
+from lazykv.kv.rows import count
+from lazykv.models.checks import Unique, of_kind
 from lazykv.models.model import LlamaModel
 from lazykv.models.sampling import Sampler
 
@@ -39,10 +41,8 @@ class Draft(Protocol):
 class PromptLookup:
     """Proposes what followed the last occurrence of the final `ngram` tokens: no model at all."""
 
-    def __init__(self, ngram: int = 2) -> None:
-        if ngram < 1:
-            raise RangeError(f"PromptLookup: got ngram {ngram}, need at least 1")
-        self.ngram = ngram
+    def __init__(self, ngram: SupportsIndex = 2) -> None:
+        self.ngram = count("PromptLookup", "ngram", ngram, 1)
 
     def propose(self, ids: Sequence[int], n: int) -> Proposal:
         tail = list(ids[-self.ngram :])
@@ -53,13 +53,17 @@ class PromptLookup:
         return Proposal((), ())
 
 
-class ModelDraft:
+class ModelDraft(Unique):
     """Proposes with a smaller model of the same vocabulary and a cache of its own."""
 
-    def __init__(self, model: LlamaModel, max_seq_len: int, sampler: Sampler | None = None) -> None:
-        self.model = model
+    instead: ClassVar[str] = "a draft has a cache of its own"
+
+    def __init__(
+        self, model: LlamaModel, max_seq_len: SupportsIndex, sampler: Sampler | None = None
+    ) -> None:
+        self.model = of_kind("ModelDraft", model, LlamaModel, "a LlamaModel")
+        self.sampler = _sampler("ModelDraft", sampler)
         self.cache = model.new_cache(max_seq_len)
-        self.sampler = sampler or Sampler()
         self._seen: list[int] = []
 
     def propose(self, ids: Sequence[int], n: int) -> Proposal:
@@ -71,11 +75,11 @@ class ModelDraft:
             return Proposal((), ())
         logits = self.model.prefill(ids[len(self.cache) :], self.cache)
         tokens, rows = list[int](), list[Row | None]()
-        for count in range(n):
+        for made in range(n):
             row = self.sampler.distribution(logits)
             tokens.append(self.sampler.draw(row))
             rows.append(row)
-            if count < n - 1:
+            if made < n - 1:
                 logits = self.model.decode_step(tokens[-1], self.cache)
         self._seen = [*ids, *tokens][: len(self.cache)]
         return Proposal(tuple(tokens), tuple(rows))
@@ -83,25 +87,33 @@ class ModelDraft:
 
 def speculate(
     model: LlamaModel, ids: Iterable[SupportsIndex], draft: Draft, *,
-    max_new_tokens: int = 128, draft_len: int = 4, sampler: Sampler | None = None,
-    cache: KvPairCache | None = None,
+    max_new_tokens: SupportsIndex = 128, draft_len: SupportsIndex = 4,
+    sampler: Sampler | None = None, cache: KvPairCache | None = None,
 ) -> Iterator[int]:  # fmt: skip
     """Yield generated token ids. Every step scores the pending token and `draft_len` drafts.
 
     The plan for ``draft_len + 1`` tokens is made at the first step; shorter proposals are padded,
     and the padding is never accepted. Arguments are checked before the first token.
     """
-    tokens = [int(t) for t in model.check_tokens("speculate", ids)]
+    who = "speculate"
+    of_kind(who, model, LlamaModel, "a LlamaModel")
+    if not callable(getattr(draft, "propose", None)):
+        raise DTypeError(f"{who}: got draft {type(draft).__name__}, need one with propose()")
+    tokens = [int(t) for t in model.check_tokens(who, ids)]
     if not tokens:
-        raise ShapeError("speculate: got an empty prompt, need at least one token")
-    if max_new_tokens < 1 or draft_len < 1:
-        raise RangeError(
-            f"speculate: got max_new_tokens {max_new_tokens} and draft_len {draft_len}, need >= 1"
-        )
+        raise ShapeError(f"{who}: got an empty prompt, need at least one token")
+    budget = count(who, "max_new_tokens", max_new_tokens, 1)
+    length = count(who, "draft_len", draft_len, 1)
+    chosen = _sampler(who, sampler)
     if cache is None:
-        cache = model.new_cache(len(tokens) + max_new_tokens + draft_len)
-    model.check_room("speculate", cache, len(tokens))
-    return _stream(model, tokens, draft, max_new_tokens, draft_len, sampler or Sampler(), cache)
+        cache = model.new_cache(len(tokens) + budget + length)
+    model.check_single(who, cache)
+    model.check_room(who, cache, len(tokens))
+    return _stream(model, tokens, draft, budget, length, chosen, cache)
+
+
+def _sampler(who: str, given: Sampler | None) -> Sampler:
+    return Sampler() if given is None else of_kind(who, given, Sampler, "a Sampler or None")
 
 
 def _stream(

@@ -2,12 +2,13 @@
 
 import operator
 import re
-from collections.abc import Iterable, Sequence
-from typing import Any, SupportsIndex
+from collections.abc import Iterable
+from typing import SupportsIndex
 
 import tokenizers
 
 from lazykv.errors import DTypeError, ModelFormatError, RangeError
+from lazykv.spec import whole
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 _REPLACEMENT = "\ufffd"
@@ -58,27 +59,22 @@ class Tokenizer:
 
         Raises DTypeError for a value that is not a string of Unicode characters.
         """
-        if not isinstance(text, str):
-            raise DTypeError(f"Tokenizer.encode: got {type(text).__name__}, need str")
-        try:
-            return list(self._pipeline.encode(text, add_special_tokens=False).ids)
-        except TypeError as error:  # a str that has no UTF-8 form
-            raise DTypeError(
-                "Tokenizer.encode: got a lone surrogate, need Unicode characters"
-            ) from error
+        _unicode("encode", text)
+        return list(self._pipeline.encode(text, add_special_tokens=False).ids)
 
-    def with_bos(self, ids: Sequence[int]) -> list[int]:
+    def with_bos(self, ids: Iterable[SupportsIndex]) -> list[int]:
         """A whole prompt's ids, led by the begin token once if this model wants one."""
-        if self.add_bos and self.bos_id is not None and list(ids[:1]) != [self.bos_id]:
-            return [self.bos_id, *ids]
-        return list(ids)
+        prompt = self._ids("with_bos", ids)
+        if self.add_bos and self.bos_id is not None and prompt[:1] != [self.bos_id]:
+            return [self.bos_id, *prompt]
+        return prompt
 
     def decode(self, ids: Iterable[SupportsIndex], *, skip_special: bool = False) -> str:
         """The text of `ids`; bytes that are not UTF-8 become U+FFFD.
 
         Raises RangeError for an id outside the vocabulary.
         """
-        return self._text([self._checked(id_) for id_ in ids], skip_special)
+        return self._text(self._ids("decode", ids), skip_special)
 
     def stream(self, *, skip_special: bool = False) -> "TextStream":
         """A decoder for ids that come one at a time."""
@@ -86,17 +82,18 @@ class Tokenizer:
 
     def token_id(self, text: str) -> int | None:
         """The id of the token whose stored text is exactly `text`, or None."""
+        _unicode("token_id", text)
         found: int | None = self._pipeline.token_to_id(text)
         return found
 
-    def token_text(self, token_id: int) -> str | None:
+    def token_text(self, token_id: SupportsIndex) -> str | None:
         """The stored text of a token (byte-level or with word marks), None for an unused id."""
-        found: str | None = self._pipeline.id_to_token(self._checked(token_id))
+        found: str | None = self._pipeline.id_to_token(self._checked("token_text", token_id))
         return found
 
-    def is_special(self, token_id: int) -> bool:
+    def is_special(self, token_id: SupportsIndex) -> bool:
         """Whether `skip_special` leaves this token out."""
-        return self._checked(token_id) in self._special_ids
+        return self._checked("is_special", token_id) in self._special_ids
 
     def __repr__(self) -> str:
         return (
@@ -106,14 +103,30 @@ class Tokenizer:
     def _text(self, ids: list[int], skip_special: bool) -> str:
         return str(self._pipeline.decode(ids, skip_special_tokens=skip_special))
 
-    def _checked(self, id_: Any) -> int:
-        try:
-            index = operator.index(id_)
-        except TypeError as error:
-            raise DTypeError(f"Tokenizer: got {type(id_).__name__}, need a token id") from error
+    def _ids(self, verb: str, ids: Iterable[SupportsIndex]) -> list[int]:
+        if isinstance(ids, str | bytes) or not isinstance(ids, Iterable):
+            raise DTypeError(f"Tokenizer.{verb}: got {type(ids).__name__}, need token ids")
+        return [self._checked(verb, id_) for id_ in ids]
+
+    def _checked(self, verb: str, id_: SupportsIndex) -> int:
+        index = whole(f"Tokenizer.{verb}", "token", id_)
         if not 0 <= index < self.vocab_size:
-            raise RangeError(f"Tokenizer: got token {index}, need 0 to {self.vocab_size - 1}")
+            raise RangeError(
+                f"Tokenizer.{verb}: got token {index}, need 0 <= token < {self.vocab_size}"
+            )
         return index
+
+
+def _unicode(verb: str, text: str) -> None:
+    """Refuse what is no text, or has no UTF-8 form."""
+    if not isinstance(text, str):
+        raise DTypeError(f"Tokenizer.{verb}: got {type(text).__name__}, need str")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DTypeError(
+            f"Tokenizer.{verb}: got a lone surrogate, need Unicode characters"
+        ) from error
 
 
 class TextStream:
@@ -132,12 +145,13 @@ class TextStream:
         self._context_text = ""
         self._pending: list[int] = []
 
-    def push(self, token_id: int) -> str:
+    def push(self, token_id: SupportsIndex) -> str:
         """The text that this token completes, often all of its own, perhaps none."""
         token = self._tokenizer.token_text(token_id)
         if token is None or (self._skip_special and self._tokenizer.is_special(token_id)):
             return ""
-        self._pending.append(operator.index(token_id))
+        # Lists are replaced and never changed, so that a copy of a stream goes on by itself.
+        self._pending = [*self._pending, operator.index(token_id)]
         text = self._tokenizer._text([*self._context, *self._pending], self._skip_special)
         piece = text[len(self._context_text) :]
         if not piece or piece.endswith(_REPLACEMENT) or _BYTE_TOKEN.fullmatch(token):

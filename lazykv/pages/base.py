@@ -4,12 +4,8 @@ Every verb validates first and then changes integers only. Where blocks are copi
 brought back, it calls a hook that a pool of bytes fills in, before the integers change.
 """
 
-import os
-import threading
-import weakref
-from collections.abc import Callable, Iterable
-from functools import wraps
-from typing import Concatenate, ParamSpec, SupportsIndex, TypeVar
+from collections.abc import Iterable
+from typing import SupportsIndex
 
 from lazykv.errors import (
     BadBlockIndex,
@@ -27,62 +23,25 @@ from lazykv.pages.geometry import KvGeometry
 from lazykv.pages.journal import Journal, PoolEvent, PoolStats
 from lazykv.pages.prefix_index import Digest, sha256
 from lazykv.pages.sequence import EvictHandle, Sequence
+from lazykv.pages.shared import Shared, locked
 from lazykv.spec import whole
 
-P = ParamSpec("P")
-R = TypeVar("R")
-T = TypeVar("T", bound="SequencePool")
 
-
-def locked(verb: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:
-    """A verb that other threads see whole. They wait for it, also while it moves blocks to a store
-    or back."""
-
-    @wraps(verb)
-    def guarded(self: T, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._lock:
-            if self._lost:
-                raise PoolError(
-                    f"{verb.__name__}: got a pool that another thread was changing at the fork, "
-                    "need a new one"
-                )
-            return verb(self, *args, **kwargs)
-
-    return guarded
-
-
-_pools: "weakref.WeakSet[SequencePool]" = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    """In a forked child only the forking thread lives on: free what the others held. A pool that
-    one of them was in the middle of changing is of no use there."""
-    for pool in _pools:
-        pool._lost = not pool._lock.acquire(blocking=False)
-        pool._lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
-
-
-class SequencePool:
+class SequencePool(Shared):
     """Blocks and the tables of the sequences that hold them."""
 
     def __init__(self, geometry: KvGeometry, *, digest: Digest = sha256) -> None:
         if not isinstance(geometry, KvGeometry):
             raise PoolError(f"pool: got {type(geometry).__name__}, need a KvGeometry")
+        super().__init__()
         self.geometry = geometry
-        self._lock = threading.RLock()
-        self._lost = False
-        _pools.add(self)
         self._blocks = Blocks(geometry.num_blocks, digest)
         self._sequences: dict[SessionHandle, Sequence] = {}
         self._journal = Journal()
-        # Which model the bytes are of; a block carries the epoch it was taken in.
+        # Which model the bytes are of; a block carries the epoch it was last taken in.
         self._model_key: tuple[object, ...] = ()
         self._epoch = 0
-        self._stamps = [0] * geometry.num_blocks
+        self._stamps: dict[int, int] = {}
 
     # Hooks of a pool of bytes
 
@@ -166,11 +125,14 @@ class SequencePool:
     @locked
     def cow_break(self, session: SessionHandle, i: SupportsIndex) -> int:
         """Make logical block i the sequence's own, to be written; returns the block it is now."""
-        seq = self._idle("cow_break", session)
-        index = self._index("cow_break", seq, i)
-        (block,) = self._resident("cow_break", seq, [index])
+        return self._cow_break("cow_break", session, i)
+
+    def _cow_break(self, who: str, session: SessionHandle, i: SupportsIndex) -> int:
+        seq = self._idle(who, session)
+        index = self._index(who, seq, i)
+        (block,) = self._resident(who, seq, [index])
         if self._blocks.refs[block] > 1:
-            self._blocks.need("cow_break", 1)
+            self._blocks.need(who, 1)
             taken = self._take(1)
             self._copy_to(block, taken[0], taken)
             seq.table[index] = block = taken[0]
@@ -200,7 +162,7 @@ class SequencePool:
 
     def blocks_required_batch(self, pairs: Iterable[tuple[SupportsIndex, SupportsIndex]]) -> int:
         """Of several sequences together, each ``(filled, n)``."""
-        given = list(pairs)
+        given = list(pairs) if isinstance(pairs, Iterable) else [pairs]
         for pair in given:
             if not isinstance(pair, tuple | list) or len(pair) != 2:
                 raise DTypeError(f"blocks_required_batch: got {pair!r}, need pairs (filled, n)")
@@ -245,7 +207,7 @@ class SequencePool:
     @locked
     def block_refcount(self, block: SupportsIndex) -> int:
         """Holders of a block: table entries, registered prefixes and open leases."""
-        return self._blocks.refs[self.geometry.check_block("block_refcount", block)]
+        return self._blocks.refs_of(self.geometry.check_block("block_refcount", block))
 
     @locked
     def kv_bytes_resident(self) -> int:
@@ -258,9 +220,9 @@ class SequencePool:
         return self._journal.stats
 
     @locked
-    def events(self, after: int = 0) -> list[PoolEvent]:
+    def events(self, after: SupportsIndex = 0) -> list[PoolEvent]:
         """Events of the prefix index with a number above `after`, oldest first."""
-        return self._journal.events(after)
+        return self._journal.events(self._count("events", "after", after))
 
     # What the verbs share
 
@@ -315,7 +277,7 @@ class SequencePool:
         """Blocks that the next tokens take; SessionNotResident if they go into an evicted one."""
         tail = self._partial_tail(who, seq) if tokens else None
         copies = tail is not None and self._blocks.refs[tail] > 1
-        return self.blocks_required(seq.filled, tokens) + copies
+        return self.geometry.blocks_for(seq.filled + tokens) - len(seq.table) + copies
 
     def _grow(self, seq: Sequence, tokens: int) -> list[int]:
         """Room for tokens that are known to fit; the blocks it took."""

@@ -19,10 +19,12 @@ class Blocks:
 
     def __init__(self, num_blocks: int, digest: Digest = sha256) -> None:
         self.num_blocks = num_blocks
-        self.refs = [0] * num_blocks
+        # As long as the blocks that were ever taken: those after them are unused, and cost nothing.
+        self.refs: list[int] = []
         self.index = PrefixIndex(digest)
-        # Lowest number first, so that a sequence growing alone gets neighbours.
-        self._unused = list(range(num_blocks))
+        # A heap of what was taken and came back. Lowest number first, so that a sequence growing
+        # alone gets neighbours.
+        self._unused: list[int] = []
         # Oldest first. A chain is released deepest first, so its last block goes first.
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._fences: set[FenceId] = set()
@@ -31,7 +33,7 @@ class Blocks:
     @property
     def available(self) -> int:
         """Blocks that `take` can give."""
-        return len(self._unused) + len(self._cached)
+        return self.num_blocks - len(self.refs) + len(self._unused) + len(self._cached)
 
     @property
     def cached(self) -> int:
@@ -41,6 +43,10 @@ class Blocks:
     def held(self) -> int:
         """Blocks that are neither unused nor cached."""
         return self.num_blocks - self.available
+
+    def refs_of(self, block: int) -> int:
+        """Holders of any block of the pool."""
+        return self.refs[block] if block < len(self.refs) else 0
 
     def need(self, who: str, n: int) -> None:
         """Refuse a call that takes more blocks than there are."""
@@ -56,9 +62,14 @@ class Blocks:
         taken: list[int] = []
         gone: list[Entry] = []
         while len(taken) < n:
-            if not self._unused:
+            if self._unused:
+                block = heapq.heappop(self._unused)
+            elif len(self.refs) < self.num_blocks:
+                block = len(self.refs)
+                self.refs.append(0)
+            else:
                 gone += self._evict_cached()
-            block = heapq.heappop(self._unused)
+                continue
             self.refs[block] = 1
             taken.append(block)
         return taken, gone
@@ -138,7 +149,8 @@ class Blocks:
         """Every block is in exactly one state."""
         states = [*self._unused, *self._cached, *self._waiting]
         states += [b for b, n in enumerate(self.refs) if n]
-        must(sorted(states) == list(range(self.num_blocks)), "each block has one state")
+        must(len(self.refs) <= self.num_blocks, "no more blocks were taken than there are")
+        must(sorted(states) == list(range(len(self.refs))), "each block has one state")
         must(all(b in self.index for b in self._cached), "cached blocks are indexed")
         must(not any(b in self.index for b in self._unused), "unused blocks are not")
         must(all(n >= 0 for n in self.refs), "no count is negative")

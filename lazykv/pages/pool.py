@@ -5,8 +5,8 @@ from typing import Any, SupportsIndex
 
 from lazykv.errors import BadBlockIndex, DTypeError, PoolError, StaleHandle
 from lazykv.ids import SessionHandle
-from lazykv.pages.base import locked
 from lazykv.pages.sequence import EvictHandle, EvictReport, Sequence
+from lazykv.pages.shared import locked
 from lazykv.pages.steps import SteppedPool
 from lazykv.spec import whole
 

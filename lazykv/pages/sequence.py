@@ -102,6 +102,12 @@ class PrefixLease:
         # Which model's bytes these are; another one's make the lease stale.
         self.epoch = epoch
 
+    def __copy__(self) -> Self:
+        return self  # it unpins once, however many names it has
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
     def splice_into(self, session: SessionHandle) -> int:
         """Share the blocks with an empty session; returns its tokens."""
         return self.pool.splice_lease(self, session)

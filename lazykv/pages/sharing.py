@@ -18,10 +18,11 @@ from lazykv.errors import (
     must,
 )
 from lazykv.ids import PrefixId, SessionHandle
-from lazykv.pages.base import SequencePool, locked
+from lazykv.pages.base import SequencePool
 from lazykv.pages.geometry import KvGeometry
 from lazykv.pages.prefix_index import Digest, Entry, sha256
 from lazykv.pages.sequence import ALL_BLOCKS, EvictHandle, PrefixLease, Sequence
+from lazykv.pages.shared import locked
 from lazykv.spec import not_plain, whole
 
 ModelKey: TypeAlias = tuple[object, ...]
@@ -122,7 +123,11 @@ class SharingPool(SequencePool):
         blocks (of the prefix, of dst). dst's fill must be a whole number of blocks. The bytes are
         the caller's to fill in; `DeviceKvPool.splice_prefix_shifted` does both.
         """
-        who = "alloc_shifted_prefix_slots"
+        return self._alloc_shifted("alloc_shifted_prefix_slots", prefix, dst)
+
+    def _alloc_shifted(
+        self, who: str, prefix: PrefixId, dst: SessionHandle
+    ) -> tuple[int, list[tuple[int, int]]]:
         found, target = self._find_prefix(who, prefix), self._idle(who, dst)
         self._check_epoch(who, "prefix", found.epoch)
         self._check_aligned(who, target)
@@ -204,7 +209,7 @@ class SharingPool(SequencePool):
         """
         seq, chain = self._idle("publish", session), self._chain("publish", token_ids)
         self._follow_model()
-        seed = self._seed(salt)
+        seed = self._seed("publish", salt)
         blocks = self._publishable(seq, len(chain))
         self._check_same_tokens(blocks, chain)
         parent: Entry | None = None
@@ -223,7 +228,7 @@ class SharingPool(SequencePool):
         """The longest indexed beginning of these tokens, in whole blocks, pinned for the caller."""
         chain = self._chain("lookup", token_ids)
         self._follow_model()
-        seed = self._seed(salt)
+        seed = self._seed("lookup", salt)
         blocks = tuple(e.block for e in self._blocks.index.find(chain, seed))
         size = self.geometry.block_size
         self._blocks.hold(blocks)
@@ -285,10 +290,10 @@ class SharingPool(SequencePool):
         data, width = _packed(who, list(token_ids)), 8 * self.geometry.block_size
         return [data[at : at + width] for at in range(0, len(data) - width + 1, width)]
 
-    def _seed(self, salt: bytes) -> bytes:
+    def _seed(self, who: str, salt: bytes) -> bytes:
         """Everything a key depends on besides tokens: model, layout and the caller's salt."""
         if not isinstance(salt, bytes):
-            raise DTypeError(f"salt: got {type(salt).__name__}, need bytes")
+            raise DTypeError(f"{who}: got salt {type(salt).__name__}, need bytes")
         return repr((self._layout(), self._model_key, salt)).encode()
 
     def _layout(self) -> tuple[object, ...]:

@@ -1,16 +1,17 @@
 """Steps over several sequences: room for all of them at once, and nothing moves until they end."""
 
 from collections import Counter
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import SupportsIndex
 
-from lazykv.errors import PoolError, RangeError, must
+from lazykv.errors import DTypeError, PoolError, RangeError, must
 from lazykv.ids import FenceId, SessionHandle
-from lazykv.pages.base import locked
 from lazykv.pages.geometry import KvGeometry
 from lazykv.pages.prefix_index import Digest, sha256
 from lazykv.pages.sequence import Sequence
+from lazykv.pages.shared import locked
 from lazykv.pages.sharing import SharingPool
 
 
@@ -23,6 +24,13 @@ class PoolStep:
     tokens: int
     fence: FenceId
     owner: object = None
+
+
+def as_sessions(who: str, sessions: Iterable[SessionHandle]) -> list[SessionHandle]:
+    """A caller's several sessions, of whatever pool."""
+    if isinstance(sessions, SessionHandle) or not isinstance(sessions, Iterable):
+        raise DTypeError(f"{who}: got {sessions!r}, need a list of sessions")
+    return list(sessions)
 
 
 class SteppedPool(SharingPool):
@@ -42,28 +50,31 @@ class SteppedPool(SharingPool):
         """The rows of a sequence from `start` on are in its blocks."""
 
     @locked
-    def step_required(self, sessions: Items[SessionHandle], n: SupportsIndex) -> int:
+    def step_required(self, sessions: Iterable[SessionHandle], n: SupportsIndex) -> int:
         """Blocks that ``begin_step(sessions, n)`` takes."""
-        seqs = [self._find("step_required", s) for s in sessions]
-        return self._required_together(seqs, self._count("step_required", "n", n))
+        who = "step_required"
+        seqs = [self._find(who, s) for s in as_sessions(who, sessions)]
+        return self._required_together(who, seqs, self._count(who, "n", n))
 
     @locked
     def begin_step(
-        self, sessions: Items[SessionHandle], n: SupportsIndex, *, owner: object = None
+        self, sessions: Iterable[SessionHandle], n: SupportsIndex, *, owner: object = None
     ) -> PoolStep:
         """Append n tokens to each of several different sessions, all of them or none.
 
         `owner` is any object; `cancel_steps_of` finds the step by it, if its `PoolStep` was lost to
         an interrupt.
         """
-        seqs, tokens = [self._idle("begin_step", s) for s in sessions], self._count("step", "n", n)
-        if not seqs or len(set(sessions)) != len(seqs):
-            raise PoolError(f"begin_step: got sessions {list(sessions)}, need different ones")
+        who = "begin_step"
+        given = as_sessions(who, sessions)
+        seqs, tokens = [self._idle(who, s) for s in given], self._count(who, "n", n)
+        if not seqs or len(set(given)) != len(seqs):
+            raise PoolError(f"{who}: got sessions {given}, need different ones")
         if not tokens:
-            raise RangeError("begin_step: got n 0, need n >= 1")
-        self._blocks.need("begin_step", self._required_together(seqs, tokens))
+            raise RangeError(f"{who}: got n 0, need n >= 1")
+        self._blocks.need(who, self._required_together(who, seqs, tokens))
         starts = tuple(seq.filled for seq in seqs)
-        step = PoolStep(tuple(sessions), starts, tokens, self._blocks.open_fence(), owner)
+        step = PoolStep(tuple(given), starts, tokens, self._blocks.open_fence(), owner)
         # Known before anything moves: an interrupt at any later moment leaves a step to cancel.
         self._steps[step.fence] = step
         try:
@@ -118,12 +129,12 @@ class SteppedPool(SharingPool):
         pairs = zip(step.sessions, step.starts, strict=True)
         return [(self._sequences[s], start) for s, start in pairs if s in self._sequences]
 
-    def _required_together(self, seqs: Items[Sequence], tokens: int) -> int:
+    def _required_together(self, who: str, seqs: Items[Sequence], tokens: int) -> int:
         """Blocks for all; of those that share a partial tail, the last one keeps it if no other
         holder is left."""
         if not tokens:
             return 0
-        tails = Counter(self._partial_tail("step", seq) for seq in seqs)
+        tails = Counter(self._partial_tail(who, seq) for seq in seqs)
         refs = self._blocks.refs
         copies = sum(min(n, refs[tail] - 1) for tail, n in tails.items() if tail is not None)
         return copies + sum(self.blocks_required(seq.filled, tokens) for seq in seqs)

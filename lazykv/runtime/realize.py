@@ -23,7 +23,8 @@ def plan(
 
     `bindings` maps placeholders to Storages (by reference) or arrays (copied in); placeholders left
     out are bound when the plan runs. `effects` are tensors that must be computed but are not handed
-    back (writes into storages). `kept` gives the storages that `Alloc` nodes shall fill.
+    back: writes into storages, and what `Plan.read` shall find after a pass, since nothing else
+    gets their memory. `kept` gives the storages that `Alloc` nodes shall fill.
     """
     single = isinstance(targets, Tensor)
     outputs = _targets(targets)
@@ -57,14 +58,15 @@ def _targets(targets: Tensor | Sequence[Tensor]) -> list[Tensor]:
 
 
 def realize(
-    targets: Tensor | Sequence[Tensor], bindings: Bindings | None = None, env: EnvLike = None,
-    device: DeviceLike = "cpu",
+    target_or_list: Tensor | Sequence[Tensor], bindings: Bindings | None = None,
+    env: EnvLike = None, device: DeviceLike = "cpu",
 ) -> Any:  # fmt: skip
-    """Compute targets: one NumPy array for a tensor, a list of them for a list.
+    """Compute what is asked for: one NumPy array for a tensor, a list of them for a list.
 
     Every bound, binding and shape is checked before the first kernel runs. Results are fresh.
     """
-    wanted = targets if isinstance(targets, Tensor) else _targets(targets)
+    asked = target_or_list
+    wanted = asked if isinstance(asked, Tensor) else _targets(asked)
     if isinstance(wanted, list) and not wanted:
         return []
     return plan(wanted, bindings, device).run(env=env)

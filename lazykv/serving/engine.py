@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import SupportsIndex
+from typing import ClassVar, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,7 @@ from lazykv.errors import DTypeError, OutOfBlocks, PoolError, RangeError, Sessio
 from lazykv.ids import RequestId
 from lazykv.kv.pool import DeviceKvPool
 from lazykv.kv.rows import count
+from lazykv.models.checks import Unique
 from lazykv.models.generate import Reply
 from lazykv.models.model import LlamaModel
 from lazykv.models.paged import PagedDecoder
@@ -29,7 +30,7 @@ MAX_FAILURES = 3
 """Steps of a request that may fail one after the other before it ends."""
 
 
-class Engine:
+class Engine(Unique):
     """Continuous batching of a model over a paged pool.
 
     A *round* asks the policy, takes up requests, runs prompts for at most `max_chunk` tokens, one
@@ -45,6 +46,8 @@ class Engine:
     by one at a time, a second one gets `SessionBusy`. The pool may serve others as well; blocks
     that they hold are not the engine's to free.
     """
+
+    instead: ClassVar[str] = "requests run on in the engine that took them"
 
     def __init__(
         self, model: LlamaModel, pool: DeviceKvPool, *, max_batch: SupportsIndex = 8,

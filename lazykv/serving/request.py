@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from enum import Enum
+from typing import Self
 
 from lazykv.ids import RequestId
 from lazykv.models.generate import Piece
@@ -88,6 +89,12 @@ class Request:
             self._drive(self, given)
         if self.error is not None:
             raise self.error
+
+    def __copy__(self) -> Self:
+        return self  # a handle: a second object would not be told what the engine does
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
 
     def __repr__(self) -> str:
         n = len(self.pieces)

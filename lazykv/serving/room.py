@@ -144,5 +144,7 @@ class Room:
 
 
 def _check_ids(what: str, ids: Sequence[RequestId], of: Collection[RequestId]) -> None:
+    if not isinstance(ids, Sequence) or not all(isinstance(id, int) for id in ids):
+        raise DTypeError(f"policy: got {what} {ids!r}, need a tuple of request ids")
     if len(set(ids)) != len(ids) or not set(ids) <= set(of):
         raise RangeError(f"policy: got {what} {list(ids)}, need different ids of {sorted(of)}")

@@ -12,6 +12,8 @@ from lazykv.errors import CaptureError, OutOfMemory
 from lazykv.sessions.decode import DecodeSession
 from lazykv.symbols import EnvLike
 
+RETIRED = "capture: got a session that was retired, need one that is still held; build another"
+
 
 class CapturedDecodeSession(DecodeSession):
     """A `DecodeSession` that runs `warmup` steps plainly, captures its plan, and then replays.
@@ -20,15 +22,19 @@ class CapturedDecodeSession(DecodeSession):
     each replay. The recording ends when the session is re-bound, retired, or its plan binds other
     memory; after a re-bind it warms up and captures again. Where the plan or its backend cannot be
     captured, or memory for its results is short, `reason` says why and steps run plainly.
+
+    A session is retired when it is let go: by a context that drops it, holds another one instead or
+    is cleared, and by a cache whose storage is replaced. It may still be used and re-bound, but it
+    never captures again. Taking it out of a context does not retire it.
     """
 
     warmup: ClassVar[int] = 1
     """Plain steps before a capture: kernels are compiled and memory is taken in them."""
 
-    reason: str | None = None
     captures: int = 0
     replays: int = 0
     _plain: int = 0
+    _refused: str | None = None
     _short_of_memory: bool = False
     _retired: bool = False
 
@@ -36,6 +42,11 @@ class CapturedDecodeSession(DecodeSession):
     def captured(self) -> bool:
         """Whether the next step is a replay."""
         return self.plan.captured
+
+    @property
+    def reason(self) -> str | None:
+        """Why steps run plainly; None while they are replays, or warm up for a capture."""
+        return RETIRED if self._retired else self._refused
 
     def step(self, data: Mapping[str, Any], env: EnvLike = None) -> HostArray:
         out = super().step(data, env)
@@ -46,14 +57,14 @@ class CapturedDecodeSession(DecodeSession):
         return out
 
     def _before_pass(self) -> None:
-        if self.captured or self._retired or self.reason is not None or self._plain < self.warmup:
+        if self.captured or self.reason is not None or self._plain < self.warmup:
             return
         try:
             self.plan.record()
         except (CaptureError, OutOfMemory) as e:
-            self.reason = str(e)
+            self._refused = str(e)
             self._short_of_memory = isinstance(e, OutOfMemory)
-            self.history.append(("not captured", self.reason))
+            self.history.append(("not captured", self._refused))
         else:
             self.captures += 1
             self.history.append(("captured", self.alloc_id))
@@ -65,7 +76,7 @@ class CapturedDecodeSession(DecodeSession):
         self.plan.drop_capture()
         self._plain = 0
         if self._short_of_memory:
-            self.reason, self._short_of_memory = None, False
+            self._refused, self._short_of_memory = None, False
 
     def retire(self) -> None:
         self._retired = True

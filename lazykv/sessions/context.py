@@ -1,9 +1,10 @@
 """InferenceContext: long-lived storages by node, and the one session a decode loop holds."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
+from lazykv.compiler.plan import Plan
 from lazykv.device import Device, DeviceLike
 from lazykv.device import device as find_device
 from lazykv.errors import BindingError, GraphError
@@ -18,7 +19,7 @@ from lazykv.sessions.rebind import (
     Rebound,
     SessionDisposition,
 )
-from lazykv.sessions.validity import PlanValidity
+from lazykv.sessions.validity import PlanValidity, check_asked, kv_facts
 from lazykv.storage import Storage
 from lazykv.symbols import EnvLike
 
@@ -76,16 +77,23 @@ class InferenceContext:
 
     def bindings_for(self, targets: Sequence[Tensor]) -> dict[Tensor, Storage]:
         """The storages of this context that the graph of the targets has nodes for."""
-        graph = targets[0].graph if targets else ()
+        wanted = as_tensors("InferenceContext.bindings_for", "targets", targets)
+        graph = wanted[0].graph if wanted else ()
         return {t: self._storages[t.node_id] for t in graph if t.node_id in self._storages}
 
     def realize(self, target: Tensor, env: EnvLike = None) -> Any:
         """One target with this context's storages bound."""
+        if not isinstance(target, Tensor):
+            raise GraphError(
+                f"InferenceContext.realize: got {type(target).__name__}, need a Tensor; "
+                "realize_many takes several"
+            )
         return realize(target, self.bindings_for([target]), env, self.device)
 
     def realize_many(self, targets: Sequence[Tensor], env: EnvLike = None) -> list[Any]:
         """Several targets of one graph in one pass."""
-        out: list[Any] = realize(list(targets), self.bindings_for(targets), env, self.device)
+        wanted = as_tensors("InferenceContext.realize_many", "targets", targets)
+        out: list[Any] = realize(wanted, self.bindings_for(wanted), env, self.device)
         return out
 
     def take_decode_session(self) -> "DecodeSession | None":
@@ -94,7 +102,12 @@ class InferenceContext:
         return session
 
     def put_decode_session(self, session: "DecodeSession") -> None:
-        """Hold a session; another one that is held is retired."""
+        """Hold a session; another one that is held is retired. A retired one stays retired."""
+        if not isinstance(getattr(session, "plan", None), Plan):
+            raise GraphError(
+                f"InferenceContext.put_decode_session: got {type(session).__name__}, need a "
+                "DecodeSession"
+            )
         if self._session is not None and self._session is not session:
             self._session.retire()
         self._session = session
@@ -104,15 +117,18 @@ class InferenceContext:
 
     @exclusive
     def refresh(
-        self, kv: KvRebindSource, *, seq: int = 1, model_key: tuple[object, ...]
+        self, kv: KvRebindSource, *, seq: SupportsIndex = 1, model_key: tuple[object, ...]
     ) -> SessionDisposition:
         """Decide, at the top of a step, what becomes of the held session.
 
         `Absent`: none is held. `Kept`: it is valid. `Rebound`: only the allocation differed, and it
-        now runs on this one. `Dropped`: it is gone, with the refusal or the differences.
+        now runs on this one. `Dropped`: it is gone, with the refusal or the differences. Raises
+        like `DecodeSession.validity_for`, and then the session stays.
         """
         session = self._session
         if session is None:
+            check_asked("InferenceContext.refresh", seq, model_key)
+            kv_facts("InferenceContext.refresh", kv)
             return Absent()
         validity = session.validity_for(kv, seq=seq, model_key=model_key)
         if validity is PlanValidity.Valid:
@@ -126,6 +142,15 @@ class InferenceContext:
         session.retire()
         self._session = None
         return Dropped(refusal, different)
+
+
+def as_tensors(who: str, name: str, given: object) -> list[Tensor]:
+    """A caller's list of Tensors."""
+    tensors = list(given) if isinstance(given, Iterable) and not isinstance(given, Tensor) else None
+    if tensors is None or not all(isinstance(t, Tensor) for t in tensors):
+        got = type(given).__name__ if tensors is None else [type(t).__name__ for t in tensors]
+        raise GraphError(f"{who}: got {name} {got}, need a list of Tensors")
+    return tensors
 
 
 def _node_id(node: Tensor | int) -> int:

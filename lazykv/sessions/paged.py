@@ -7,7 +7,7 @@ into new blocks, forking, evicting and restoring keep the plan, and so does serv
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeAlias
+from typing import Any, SupportsIndex, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ from lazykv.sessions.context import InferenceContext
 from lazykv.sessions.decode import DecodeSession, KvNodes
 from lazykv.sessions.rebind import RebindRefusal
 from lazykv.sessions.validity import PlanValidity
+from lazykv.spec import Spec
 
 PAGING = ("rows", "count", "block_table", "context_lens")
 """Bound inputs that the session fills by itself."""
@@ -70,20 +71,23 @@ class PagedDecodeSession:
     def build(
         cls, ctx: InferenceContext, target: Tensor, *, pool: DeviceKvPool, kv_nodes: KvNodes,
         bound: Mapping[str, Tensor], model_key: tuple[object, ...] = (),
+        keep: Sequence[Tensor] = (),
     ) -> "PagedDecodeSession":  # fmt: skip
         """Plan `target` for a pool.
 
         `kv_nodes` are the placeholders of K and V per layer, `bound` those whose data comes with
         every step: the four of the pool and the caller's own, whose first axis counts sequences (or
-        tokens, sequence by sequence). So does the first axis of the target.
+        tokens, sequence by sequence). So does the first axis of the target. `keep` are tensors that
+        `read` gives after every step.
         """
         _check_build(target, pool, bound)
         seq = bound["rows"].shape[0] // bound["block_table"].shape[0]
         backend = device(pool.device_location()).backend
         kind = CapturedDecodeSession if backend.capabilities.capture else DecodeSession
         held = kind.build(
-            ctx, target, kv=pool, kv_nodes=kv_nodes, bound=bound, seq=seq, model_key=model_key
-        )
+            ctx, target, kv=pool, kv_nodes=kv_nodes, bound=bound, seq=seq, model_key=model_key,
+            keep=keep,
+        )  # fmt: skip
         return cls(held, pool, bound, model_key)
 
     def step(self, sessions: Sequence[SessionHandle], data: StepData) -> HostArray:
@@ -94,6 +98,9 @@ class PagedDecodeSession:
         `SessionBusy` change nothing). If anything fails later, what a data function gives included,
         every session is as long as before.
         """
+        if not isinstance(sessions, Sequence) or isinstance(sessions, str | bytes):
+            got = type(sessions).__name__
+            raise PoolError(f"step: got sessions {got}, need a list of handles that `open` gave")
         n = len(sessions)
         if not 0 < n <= self.batch:
             raise ShapeError(f"step: got {n} sessions, need 1..{self.batch}")
@@ -114,6 +121,11 @@ class PagedDecodeSession:
                 self.pool.cancel_steps_of(owner)
                 raise
         return out[: n * (out.shape[0] // self.batch)]
+
+    def read(self, tensor: Tensor) -> HostArray:
+        """What a tensor held in the last step, of all `batch` sequences: those that only filled up
+        the batch are there too. See `DecodeSession.read`."""
+        return self._held.read(tensor)
 
     def _owned(self, verb: str) -> AbstractContextManager[None]:
         return self._running.hold(self, f"a {verb} while a step runs", "it to end")
@@ -157,11 +169,11 @@ class PagedDecodeSession:
                     f"bound {name!r}: got shape {list(array.shape)}, need {rows} on the first axis "
                     f"for {n} sequences"
                 )
+            check_input(name, Spec((rows, *t.shape[1:]), t.dtype), array)
             filled[name] = array
             if rows < leading:
                 filled[name] = np.zeros((leading, *array.shape[1:]), array.dtype)
                 filled[name][:rows] = array
-            check_input(name, t.spec, filled[name])
         return filled
 
     # Reuse
@@ -201,19 +213,20 @@ class PagedDecodeSession:
         return manifest
 
     def differences(
-        self, pool: DeviceKvPool, *, seq: int = 1, model_key: tuple[object, ...]
+        self, pool: DeviceKvPool, *, seq: SupportsIndex = 1, model_key: tuple[object, ...]
     ) -> dict[str, tuple[object, object]]:
-        """Every baked fact that differs from what a pool and model would bake now."""
+        """Every baked fact that differs from what a pool and model would bake now, as (baked,
+        now)."""
         return self._held.differences(pool, seq=seq, model_key=model_key)
 
     def validity_for(
-        self, pool: DeviceKvPool, *, seq: int = 1, model_key: tuple[object, ...]
+        self, pool: DeviceKvPool, *, seq: SupportsIndex = 1, model_key: tuple[object, ...]
     ) -> PlanValidity:
         """Whether this plan may run for a pool; see `DecodeSession.validity_for`."""
         return self._held.validity_for(pool, seq=seq, model_key=model_key)
 
     def is_valid_for(
-        self, pool: DeviceKvPool, *, seq: int = 1, model_key: tuple[object, ...]
+        self, pool: DeviceKvPool, *, seq: SupportsIndex = 1, model_key: tuple[object, ...]
     ) -> bool:
         return self._held.is_valid_for(pool, seq=seq, model_key=model_key)
 

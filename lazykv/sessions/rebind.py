@@ -3,11 +3,12 @@
 A refusal is a normal outcome, not an error: the caller builds a new session.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from lazykv.device import DeviceLocation
-from lazykv.errors import BindingError
+from lazykv.errors import BindingError, RangeError
 from lazykv.ids import KvAllocId
 from lazykv.spec import whole
 from lazykv.storage import Storage
@@ -24,11 +25,25 @@ class KvRebindSource(Protocol):
         """Where all storages live, or None if that is not proven."""
 
     def rebind_slot(self, layer: int, which: int) -> Storage | None:
-        """Storage of slot 0 or 1 of a layer, in the order the builder bound them."""
+        """Storage of slot 0 or 1 of a layer, in the order the builder bound them.
+
+        None, or a LookupError, for what the cache does not have. It is asked for one slot and one
+        layer more than a plan has, since only that tells whether there are more.
+        """
 
 
 class RebindRefusal:
-    """Why a plan was not re-bound; the plan and the cache are as they were."""
+    """Why a plan was not re-bound; the plan and the cache are as they were.
+
+    One of `ResidencyUnknown`, `ResidencyDiffers`, `MissingSlot`, `StorageDiffers`, `StorageTorn`:
+    classes, also reachable as attributes here.
+    """
+
+    ResidencyUnknown: "type[ResidencyUnknown]"
+    ResidencyDiffers: "type[ResidencyDiffers]"
+    MissingSlot: "type[MissingSlot]"
+    StorageDiffers: "type[StorageDiffers]"
+    StorageTorn: "type[StorageTorn]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,26 +88,50 @@ class StorageTorn(RebindRefusal):
     which: int
 
 
+RebindRefusal.ResidencyUnknown = ResidencyUnknown
+RebindRefusal.ResidencyDiffers = ResidencyDiffers
+RebindRefusal.MissingSlot = MissingSlot
+RebindRefusal.StorageDiffers = StorageDiffers
+RebindRefusal.StorageTorn = StorageTorn
+
 Baked: TypeAlias = tuple[tuple[Storage | None, ...] | None, ...]
 """The storages a plan is welded to: the slots of every layer (None: it has no such slot, or no such
 layer)."""
 
 
-class Snapshot:
-    """A source read once, so that what is checked is what is bound."""
+T = TypeVar("T")
 
-    def __init__(self, source: object, baked: Baked) -> None:
-        if not isinstance(source, KvRebindSource):
-            raise BindingError(f"rebind: got {type(source).__name__}, need a cache")
-        self._id = KvAllocId(whole("rebind", "alloc_id", source.alloc_id()))
-        self._everywhere = source.rebind_location()
+
+def every_slot(
+    layers: Sequence[tuple[T | None, ...] | None],
+) -> Iterator[tuple[int, int, T | None]]:
+    """What a plan has at every (layer, slot), and that it has nothing in the layer after its last
+    one and in the slot after the last one of each layer."""
+    yield len(layers), 0, None
+    for layer, slots in enumerate(layers):
+        if slots is not None:
+            yield from ((layer, which, there) for which, there in enumerate((*slots, None)))
+
+
+class Snapshot:
+    """A source read once, so that what is checked is what is bound: its slots wherever a plan has
+    some, and where it must not have more."""
+
+    def __init__(
+        self, who: str, source: object, planned: Sequence[tuple[object, ...] | None]
+    ) -> None:
+        if not isinstance(source, KvRebindSource) or isinstance(source, type):
+            raise BindingError(f"{who}: got {type(source).__name__}, need a cache")
+        self._id = checked_id(who, source.alloc_id())
+        self._everywhere = _location(who, source.rebind_location())
         by_layer = getattr(source, "layer_location", None)
-        self._by_layer = [by_layer(n) if by_layer else None for n in range(len(baked))]
+        self._by_layer = [
+            _location(who, by_layer(n)) if by_layer else None for n in range(len(planned))
+        ]
         self.n_layers = layer_count(source)
         self._slots = {
-            (layer, which): source.rebind_slot(layer, which)
-            for layer, pair in enumerate(baked)
-            for which in range(len(pair or ()))
+            (layer, which): _storage(who, source, layer, which)
+            for layer, which, _ in every_slot(planned)
         }
 
     def alloc_id(self) -> KvAllocId:
@@ -108,7 +147,7 @@ class Snapshot:
         return self._slots[layer, which]
 
 
-def find_refusal(baked: Baked, source: KvRebindSource) -> RebindRefusal | None:
+def find_refusal(baked: Baked, source: Snapshot) -> RebindRefusal | None:
     """The first reason not to re-bind, or None.
 
     Residency is compared before any storage, and a torn storage is named last: it can be repaired.
@@ -116,37 +155,64 @@ def find_refusal(baked: Baked, source: KvRebindSource) -> RebindRefusal | None:
     refusal = _residency(baked, source)
     if refusal is not None:
         return refusal
-    layers = layer_count(source)
+    layers = source.n_layers
     if layers is not None and layers > len(baked):
         return StorageDiffers(len(baked), 0, "layers", len(baked), layers)
     seen: set[int] = set()
     torn: StorageTorn | None = None
-    for layer, pair in enumerate(baked):
-        for which, old in enumerate(pair or ()):
-            new = source.rebind_slot(layer, which)
-            refusal = _slot(layer, which, old, new, seen)
-            if refusal is not None:
-                return refusal
-            if torn is None and new is not None and new.torn:
-                torn = StorageTorn(layer, which)
+    for layer, which, old in every_slot(baked):
+        new = source.rebind_slot(layer, which)
+        refusal = _slot(layer, which, old, new, seen)
+        if refusal is not None:
+            return refusal
+        if torn is None and new is not None and new.torn:
+            torn = StorageTorn(layer, which)
     return torn
 
 
 def layer_count(kv: Any) -> int | None:
     """Layers of a cache, or None if it does not tell."""
-    layers: int | None = getattr(kv, "n_layers", None)
-    return layers() if callable(layers) else layers
+    layers: Any = getattr(kv, "n_layers", None)
+    layers = layers() if callable(layers) else layers
+    return None if layers is None else whole(type(kv).__name__, "n_layers", layers)
 
 
-def _residency(baked: Baked, source: KvRebindSource) -> RebindRefusal | None:
+def checked_id(who: str, alloc_id: Any) -> KvAllocId:
+    """What a source calls its allocation; DTypeError or RangeError if that cannot name one."""
+    number = whole(who, "alloc_id", alloc_id)
+    if number < 1:
+        raise RangeError(f"{who}: got alloc_id {number}, need a number above 0")
+    return KvAllocId(number)
+
+
+def _location(who: str, given: object) -> DeviceLocation | None:
+    if given is not None and not isinstance(given, DeviceLocation):
+        raise BindingError(f"{who}: got location {given!r}, need a DeviceLocation or None")
+    return given
+
+
+def _storage(who: str, source: KvRebindSource, layer: int, which: int) -> Storage | None:
+    """What a source has at a slot; a source over a list says by a LookupError that it has none."""
+    try:
+        given: object = source.rebind_slot(layer, which)
+    except LookupError:
+        return None
+    if given is not None and not isinstance(given, Storage):
+        raise BindingError(
+            f"{who}: got {type(given).__name__} for layer {layer}, slot {which}, need a Storage or "
+            "None"
+        )
+    return given
+
+
+def _residency(baked: Baked, source: Snapshot) -> RebindRefusal | None:
     everywhere = source.rebind_location()
-    by_layer = getattr(source, "layer_location", None)
     for layer, pair in enumerate(baked):
         if pair is None:
             continue
         incoming = everywhere
-        if incoming is None and by_layer is not None:
-            incoming = by_layer(layer)
+        if incoming is None:
+            incoming = source.layer_location(layer)
         if incoming is None:
             return ResidencyUnknown(layer)
         for old in pair:

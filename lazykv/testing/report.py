@@ -3,17 +3,19 @@
 import json
 import os
 import platform
+import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from lazykv.device import ENTRY_POINTS, Backend
 from lazykv.testing.levels import LEVELS
 from lazykv.testing.target import Target
 
-SCHEMA = "lazykv.conformance/1"
+SCHEMA = "lazykv.conformance/2"
 
 Outcome: TypeAlias = Literal["passed", "failed", "xfailed", "skipped"]
 OUTCOMES: tuple[Outcome, ...] = ("passed", "failed", "xfailed", "skipped")
@@ -43,9 +45,13 @@ class Report:
     started: datetime = field(default_factory=lambda: datetime.now(UTC))
     devices: list[str] = field(init=False)
     """The backend's when the run began."""
+    facts: dict[str, str] = field(init=False)
+    """What the backend said of the location then: a kernel may spoil a device."""
+    facts_left_out: list[str] = field(init=False)
 
     def __post_init__(self) -> None:
         self.devices = [str(d) for d in self.target.backend.locations()]
+        self.facts, self.facts_left_out = facts_of(self.target)
 
     def add(
         self, test_id: str, outcome: Outcome | None, reason: str | None, seconds: float
@@ -73,12 +79,15 @@ class Report:
                 "class": f"{type(backend).__module__}:{type(backend).__qualname__}",
                 "api_version": backend.api_version,
                 "capabilities": _capabilities(backend),
-                "package": _package(self.target.location.kind),
+                "package": _package(type(backend)),
+                "facts": self.facts,
+                "facts_left_out": self.facts_left_out,
             },
             "device": self.target.place,
             "devices": self.devices,
             "versions": {"python": platform.python_version(), **_versions()},
             "platform": platform.platform(),
+            "cpu": cpu_name(),
             "counts": self.counts(),
             "stale_xfails": self.stale,
             "tests": tests,
@@ -112,12 +121,45 @@ def _capabilities(backend: Backend) -> Mapping[str, Any]:
     return {n: sorted(v) if isinstance(v, frozenset) else v for n, v in declared.items()}
 
 
-def _package(name: str) -> dict[str, str] | None:
-    """The installed package that brings a backend; None for one of lazykv's own."""
-    for point in metadata.entry_points(group=ENTRY_POINTS, name=name):
-        if point.dist is not None:
+def _package(kind: type[Backend]) -> dict[str, str] | None:
+    """The installed package whose backend a class is: it names a module of the same top-level
+    package in an entry point. None for lazykv's own, and for a class from elsewhere, under whatever
+    name it is registered."""
+    top = kind.__module__.partition(".")[0]
+    if top == "lazykv":
+        return None
+    for point in metadata.entry_points(group=ENTRY_POINTS):
+        module = point.value.partition(":")[0].strip()  # `point.module` fails on malformed values
+        if point.dist is not None and module.partition(".")[0] == top:
             return {"name": point.dist.name, "version": point.dist.version}
     return None
+
+
+def facts_of(target: Target) -> tuple[dict[str, str], list[str]]:
+    """What a backend says of its location, and notes of what was left out: a report is made
+    whatever a backend says."""
+    try:
+        told = dict(target.backend.facts(target.location))
+    except (Exception, SystemExit) as e:
+        said = "".join(traceback.format_exception_only(e)).strip()  # also where str(e) fails
+        return {}, [f"facts: got {said}, need a mapping of strings to strings"]
+    fine = {n: v for n, v in told.items() if isinstance(n, str) and isinstance(v, str)}
+    wrong = [
+        f"fact {n if isinstance(n, str) else type(n).__name__}: got {type(v).__name__}, need a "
+        "string by the name of a string"
+        for n, v in told.items() if n not in fine
+    ]  # fmt: skip
+    return fine, wrong
+
+
+def cpu_name() -> str:
+    """The processor's name, or at least its kind."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine() or "unknown"
 
 
 def _versions() -> dict[str, str]:

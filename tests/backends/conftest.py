@@ -1,14 +1,28 @@
 """Fixtures of the kernels' tests, and a CUDA backend on the stand-in for CuPy."""
 
 from collections.abc import Iterator
+from typing import NoReturn
 
 import fake_cupy
 import pytest
-from cuda_cpu import Memory
+from cuda_cpu import Memory, needs_compiler
 from fake_cupy import kernels
 
 from lazykv.backends.cuda import CudaBackend
 from lazykv.device import register_backend, registry, unregister_backend
+
+
+@pytest.fixture(autouse=True)
+def _marked_if_it_runs_kernels(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a test without the mark fails here, and not only where there is no g++."""
+
+    def refuse(text: str) -> NoReturn:
+        raise AssertionError("a test without `needs_compiler` runs a kernel")
+
+    if needs_compiler.mark not in request.node.iter_markers("skipif"):
+        monkeypatch.setattr(kernels, "_library", refuse)
 
 
 @pytest.fixture

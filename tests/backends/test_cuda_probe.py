@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -119,7 +120,7 @@ def test_a_stage_that_fails_is_the_last_one(cupy: ModuleType, stage: str, n: int
             CudaBackend()
 
 
-@pytest.mark.parametrize("stage", ["compiler", "libraries"])
+@pytest.mark.parametrize("stage", ["compiler", pytest.param("libraries", marks=needs_compiler)])
 def test_what_a_toolkit_brings_says_what_to_install(cupy: ModuleType, stage: str) -> None:
     BROKEN[stage][0](cupy)
     hint = probe()[-1].hint
@@ -155,6 +156,31 @@ def test_an_import_that_fails_in_any_way_is_a_stage(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("importlib.import_module", fails)
     (stage,) = probe()
     assert stage.detail == "RuntimeError: first line second line"
+
+
+@pytest.mark.parametrize("text", ["no licence", "", 3])
+def test_an_import_that_leaves_is_a_stage(
+    text: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some packages end the program where a driver or a licence is missing; lazykv goes on."""
+    (tmp_path / "cupy.py").write_text(f"raise SystemExit({text!r})")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    (stage,) = probe()
+    assert (stage.name, stage.ok, stage.detail) == ("cupy", False, f"SystemExit: {text}")
+    with pytest.raises(lk.BackendUnavailable, match=rf"got SystemExit: {text} \(stage 'cupy'\)"):
+        CudaBackend()
+
+
+@needs_compiler
+def test_a_stage_that_leaves_is_the_last_one(
+    cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leave() -> None:
+        raise SystemExit(1)
+
+    monkeypatch.setattr(cupy.cuda.runtime, "getDeviceCount", leave)
+    assert [(s.name, s.ok) for s in probe()][-1] == ("device", False)
 
 
 @pytest.mark.skipif(not REAL, reason="CuPy is not installed")

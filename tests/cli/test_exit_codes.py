@@ -27,6 +27,8 @@ USAGE = {
     "more layers to decode": ["plan", "decode", "--layers", "401"],
     "negative heads": ["graph", "dump", "append", "--heads", "-1"],
     "not a number": ["graph", "dump", "append", "--layers", "1_0"],
+    "two formats": ["graph", "dump", "append", "--json", "--format", "dot"],
+    "file that is not there": ["graph", "inspect", "/nowhere/model.gguf"],
     "odd rotary pairs": ["plan", "decode", "--head-dim", "3"],
     "more rows than capacity": ["plan", "append", "--seq", "9", "--max-seq-len", "8"],
     "file that cannot be written": ["graph", "dump", "append", "-o", "/dev/null/x"],
@@ -62,6 +64,28 @@ def fails(done, code: int) -> str:
 @pytest.mark.parametrize("argv", USAGE.values(), ids=USAGE.keys())
 def test_usage_is_2(run, argv):
     fails(run(*argv), 2)
+
+
+@pytest.mark.parametrize("target", ["append", "write-bytes", "decode"])
+@pytest.mark.parametrize("size", [2**63 - 1, 10**20, 10**40])
+@pytest.mark.parametrize("option", ["--layers", "--heads", "--head-dim", "--max-seq-len", "--seq"])
+def test_a_size_that_no_memory_has_is_2(run, target, option, size):
+    capacity = ["--max-seq-len", str(size)] if option == "--seq" else []
+    said = fails(run("graph", "dump", target, option, str(size), *capacity), 2)
+    assert ", need " in said
+
+
+@pytest.mark.parametrize("option", ["--max-new-tokens", "--temperature", "--top-p"])
+def test_a_number_that_is_too_large_to_generate_with_is_2(run, tiny_model, option):
+    argv = ["generate", "a", "--model", str(tiny_model), option, f"1{'0' * 400}"]
+    assert ", need " in fails(run(*argv), 2)
+
+
+@pytest.mark.parametrize("option", ["--max-new-tokens", "--batch", "--blocks", "--block-size"])
+def test_a_number_that_is_too_large_for_a_batch_is_2(run, tiny_model, tmp_path, option):
+    (tmp_path / "prompts.txt").write_text("abc\n")
+    argv = ["serve-batch", str(tmp_path / "prompts.txt"), "--model", str(tiny_model)]
+    assert ", need " in fails(run(*argv, option, str(10**20)), 2)
 
 
 def test_sizes_of_a_model_are_its_own(run, tiny_model):

@@ -1,11 +1,15 @@
 """`graph dump`, `graph inspect` and `plan` for every target."""
 
 import json
+import re
 from importlib.resources import files
 
 import jsonschema
 import pydot
 import pytest
+from models.tiny_models import spm_vocabulary, write_gguf
+
+from lazykv.models.gguf_header import read_gguf_metadata
 
 SCHEMA = json.loads((files("lazykv.inspect") / "graph.schema.json").read_text())
 
@@ -52,6 +56,7 @@ def test_json_of_every_target(run, target, options):
     jsonschema.validate(value, SCHEMA)
     assert value["title"] == target
     assert value == json.loads(run("plan", target, "--json", *options).out)
+    assert value == json.loads(run("graph", "dump", target, "--json", *options).out)
 
 
 def test_sizes_reach_the_graph(run):
@@ -114,3 +119,36 @@ def test_inspect(run):
     assert value["ops"] == {"const": 16, "write_slice": 8}
     assert value["memory"]["written"] == [4 * 2 * 2 * 64 * 8 * 4, 8]
     assert [step["times"] for step in value["biggest"]] == [4, 4]
+
+
+def test_O11_metadata_of_a_file_without_tensors_is_listed(run, tmp_path):
+    path = str(write_gguf(tmp_path / "z.gguf", tensors={}))
+    code, text, err = run("graph", "inspect", path)
+    assert (code, err) == (0, "")
+    assert text.startswith(f"file {path}: GGUF version 3, 8 metadata keys, 0 tensors\n")
+    assert re.search(r"^  llama\.block_count +2$", text, re.M)
+    assert text.endswith("\ntensors\n  nothing\n")
+    value = json.loads(run("graph", "inspect", path, "--json").out)
+    assert (value["metadata"]["llama.block_count"], value["tensors"]) == (2, [])
+    for argv in (["graph", "inspect", f"decode:{path}"], ["generate", "a", "--model", path]):
+        done = run(*argv)
+        assert (done.code, done.out) == (2, "")
+        assert "got no tensors" in done.err
+
+
+def test_a_model_file_is_listed_without_its_weights(run, tmp_path):
+    metadata = spm_vocabulary() | {"tokenizer.chat_template": "\x1b[2J" * 99, "general.tags": []}
+    path = str(write_gguf(tmp_path / "m.gguf", metadata=metadata))
+    header = read_gguf_metadata(path)
+    text = run("graph", "inspect", path).out
+    assert "\x1b" not in text, "nothing that a terminal acts on"
+    assert max(map(len, text.splitlines()[1:])) < 130
+    assert re.search(r"^  tokenizer\.ggml\.tokens +9 values: '<unk>', '<s>',", text, re.M)
+    value = json.loads(run("graph", "inspect", path, "--json").out)
+    assert value["schema"] == "lazykv.gguf/1"
+    assert value["metadata"]["tokenizer.chat_template"] == "\x1b[2J" * 99
+    assert value["metadata"]["tokenizer.ggml.scores"] == [-float(n) for n in range(9)]
+    assert [(t["name"], tuple(t["shape"]), t["type"], t["bytes"]) for t in value["tensors"]] == [
+        (t.name, t.shape, t.type_name, t.n_bytes) for t in header.tensors
+    ]
+    assert all(f"  {t.name} " in text for t in header.tensors)

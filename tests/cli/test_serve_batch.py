@@ -68,10 +68,13 @@ def test_a_batch_runs_where_it_is_told_to(serve, prompts, expected, monkeypatch)
     assert [str(pool.device_location()) for pool in pools] == ["sim:1"]
 
 
-def test_a_device_that_is_not_there_is_told_first(serve, prompts):
-    done = serve(prompts, "--device", "sim:9")
+def test_a_device_that_is_not_there_is_told_before_a_model_is_looked_for(run, prompts):
+    command = ["serve-batch", prompts, "--model", "nowhere.gguf"]
+    assert "nowhere.gguf" in run(*command).err
+    done = run(*command, "--device", "sim:9")
     assert (done.code, done.out) == (3, "")
     assert "sim:9" in done.err
+    assert "nowhere" not in done.err
 
 
 def test_texts_in_the_order_of_the_file(serve, prompts, expected):

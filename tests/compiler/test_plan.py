@@ -1,5 +1,7 @@
 """Held plans: what a run may be given, what it hands out, and what is left after a failure."""
 
+import copy
+import pickle
 import threading
 from typing import Any, ClassVar
 
@@ -387,7 +389,7 @@ def test_an_interrupt_is_not_swallowed() -> None:
             with pytest.raises(KeyboardInterrupt):
                 plan.run()
             assert store.torn
-        assert not store.lock.gate.locked()
+        assert not store.lock.holds
 
 
 def test_P1_one_plan_runs_in_one_thread_at_a_time() -> None:
@@ -409,7 +411,7 @@ def test_P1_one_plan_runs_in_one_thread_at_a_time() -> None:
     assert inside.wait(5)
     runner = threading.Thread(target=first)
     runner.start()
-    while not plan.running.lock.locked():
+    while not plan.running.holds:
         pass
     with pytest.raises(SessionBusy, match=f"plan {plan.id}"):
         plan.run({h.row: rows(5)}, {POS: 1})
@@ -514,10 +516,22 @@ def test_plans_have_ids_and_a_description() -> None:
     assert one.id < two.id
     text = one.describe()
     assert "write_slice" in text
-    assert f"plan {one.id}: 2 steps" in text
+    assert text.startswith("plan: 2 steps")
+    assert text == two.describe(), "SCH-6: the same graph, the same text"
     assert one.runs == 0
     one.run({h.row: rows(1)}, {POS: 0})
-    assert "runs=1" in repr(one)
+    assert repr(one) == f"Plan(id={one.id}, 2 steps, runs=1)"
+
+
+def test_a_plan_is_one_object_and_keeps_its_id() -> None:
+    plan = Held().plan()
+    before = plan.id
+    with pytest.raises(AttributeError):
+        plan.id = plan.id + 1  # type: ignore[misc]
+    assert plan.id == before
+    for make in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(GraphError, match=f"id={before}.*got a copy or a pickle, need a plan"):
+            make(plan)
 
 
 def test_counters_count() -> None:
@@ -533,5 +547,15 @@ def test_counters_count() -> None:
     ) == (1, 1)
     plan.run({h.row: rows(1)}, {POS: 0})
     end = lk.stats()
-    assert end.kernels_run - built.kernels_run == 2
+    assert end.kernels_run - built.kernels_run == 1, "the write; no kernel hands the result out"
     assert end.bytes_moved - built.bytes_moved == 4 + 32
+
+
+@pytest.mark.parametrize("place", ["cpu", "sim:0"])
+def test_results_handed_out_are_no_kernels(place: str) -> None:
+    b = lk.Graph().const(rows(1, 2)).exp()
+    plan = lk.plan([b + b, b * b, b], device=place)
+    assert len(plan.steps) == 3 + 3, "exp, add and mul, and three results"
+    before = lk.stats().kernels_run
+    plan.run()
+    assert lk.stats().kernels_run - before == 3

@@ -120,6 +120,124 @@ def test_a_storage_that_was_given_to_a_failed_pass_stays_bound(sim):
     assert s.plan.storage_of(s.x) is lent
 
 
+@pytest.mark.parametrize("verb", ["bind", "rebind", "run"])
+def test_a_storage_takes_the_place_of_an_input_of_a_failed_pass(sim, verb):
+    s, lent = ready(), storage(5)
+    sim.fail("copy", 1)
+    with pytest.raises(lk.KernelError):
+        s.plan.run({s.x: rows(2, 2)})
+    if verb == "run":
+        s.check(51, {s.x: lent})
+    elif verb == "bind":
+        s.plan.bind(s.x, lent)
+    else:
+        s.plan.rebind({s.x: lent})
+    s.check(51)
+
+
+def writer(place: Any) -> tuple[lk.Plan, lk.Tensor, lk.Tensor, lk.Tensor]:
+    """A plan that doubles x into the first half of d, which takes an array or a storage."""
+    g = lk.Graph()
+    d, x = g.placeholder((4,), "f32", "d"), g.placeholder((2,), "f32", "x")
+    done = d.at[0:2].set(x * 2.0)
+    return lk.plan(done, device=place), d, x, done
+
+
+def test_a_storage_in_place_of_an_array_that_passes_write(place):
+    plan, d, x, _ = writer(place)
+    for _ in range(2):
+        assert plan.run({d: rows(1, 1, 1, 1), x: rows(3, 3)}).tolist() == [6, 6, 1, 1]
+        assert plan.run({x: rows(4, 4)}).tolist() == [8, 8, 1, 1]
+        lent = lk.Storage.from_array(rows(5, 5, 5, 5), place)
+        for verb in (lambda s: plan.bind(d, s), lambda s: plan.rebind({d: s})):
+            verb(lent)
+            assert plan.run({x: rows(6, 6)}).tolist() == [12, 12, 5, 5]
+            assert lent.to_numpy().tolist() == [12, 12, 5, 5]
+        other = lk.Storage.from_array(rows(7, 7, 7, 7), place)
+        assert plan.run({d: other}).tolist() == [12, 12, 7, 7]
+
+
+def test_an_array_that_passes_write_is_copied_once_a_pass(sim):
+    plan, d, x, _ = writer(PLACE)
+    plan.run({d: rows(1, 1, 1, 1), x: rows(3, 3)})
+    before = sim.counts["copy"]
+    plan.run({d: rows(2, 2, 2, 2)})
+    assert sim.counts["copy"] == before + 1
+    plan.run()
+    assert sim.counts["copy"] == before + 2
+
+
+def test_a_first_pass_takes_arrays_and_storages_together(place):
+    s = Sum(place)
+    g = lk.Graph()
+    x, y = g.placeholder((2,), "f32"), g.placeholder((2,), "f32")
+    plan = lk.plan(x + y, device=place)
+    assert plan.run({x: rows(1, 2), y: storage(5, place)}).tolist() == [6, 7]
+    s.check(51, {s.x: storage(5, place)})
+
+
+def test_an_input_that_a_failed_kernel_wrote_is_rewritten_whole(sim):
+    plan, d, x, done = writer(PLACE)
+    given = {d: rows(1, 1, 1, 1), x: rows(3, 3)}
+    plan.run(given)
+    sim.fail("kernel", 2)
+    with pytest.raises(lk.KernelError):
+        plan.run(given)
+    assert plan.run(given).tolist() == [6, 6, 1, 1]
+    assert plan.read(done).tolist() == [6, 6, 1, 1]
+
+
+def test_the_buffer_of_an_input_is_the_plans_alone(place):
+    """It is written without a lock."""
+    s = ready(place)
+    with pytest.raises(lk.BindingError, match=r"need a leaf of it that a storage is bound to"):
+        s.plan.storage_of(s.x)
+    with pytest.raises(lk.BindingError, match=r"need a leaf of it"):
+        s.plan.storage_of(s.part)
+
+
+@pytest.mark.parametrize("verb", ["bind", "rebind", "run", "capture", "read"])
+def test_nothing_changes_a_plan_that_runs(sim, verb):
+    s, lent = ready(), storage(5)
+    verbs: dict[str, Callable[[], object]] = {
+        "bind": lambda: s.plan.bind(s.x, rows(8, 8)),
+        "rebind": lambda: s.plan.rebind({s.x: lent}),
+        "run": lambda: s.plan.run({s.x: rows(8, 8)}),
+        "capture": s.plan.capture,
+        "read": lambda: s.plan.read(s.part),
+    }
+    with s.plan.alone("a pass"), pytest.raises(lk.SessionBusy, match=f"plan {s.plan.id}: got a "):
+        verbs[verb]()
+    s.check(11)
+
+
+def test_a_failed_pass_waits_for_the_backend_that_it_ran_on(sim):
+    class Lost(SimBackend):
+        """Replaced by another while a pass waits for it."""
+
+        waits = 0
+        armed = False
+
+        def synchronize(self, location: lk.DeviceLocation) -> None:
+            self.waits += 1
+            if self.armed:
+                self.armed = False
+                register_backend("sim", SimBackend())
+            super().synchronize(location)
+
+    lost = Lost()
+    register_backend("sim", lost)
+    g = lk.Graph()
+    x = g.placeholder((2,), "f32")
+    plan = lk.plan([], {x: storage(0)}, PLACE, effects=[x.at[:].set(g.const(rows(1, 1)) * 2.0)])
+    plan.run()
+    before, lost.armed = lost.waits, True
+    lost.fail("kernel", 1)
+    with pytest.raises(lk.KernelError):
+        plan.run()
+    assert lost.waits == before + 2
+
+
 def test_a_copy_that_fails_in_bind_is_told_there(sim):
     """The pass after it was given nothing: the one after that would take the old bytes."""
     s = ready()

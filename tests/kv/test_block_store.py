@@ -1,7 +1,9 @@
 """What every store of blocks does: against a dict, with threads, after a fork, failing midway."""
 
+import copy
 import multiprocessing
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -20,8 +22,8 @@ from lazykv.kv.block_store import (
     FolderBlockStore,
     FsspecBlockStore,
     MemoryBlockStore,
-    store_all,
 )
+from lazykv.kv.evicted import store_all
 
 
 def left_behind(store) -> list[str]:
@@ -217,6 +219,14 @@ def fail_at(monkeypatch, store, verb, bad_key, error):
         return real(key, *data)
 
     monkeypatch.setattr(store, verb, failing)
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_second_object_for_the_same_blocks_is_refused(store, way):
+    store.put("a", b"1")
+    with pytest.raises(BlockStoreError, match=f"{type(store).__name__}: got a copy or a pickle"):
+        way(store)
+    assert store.get("a") == b"1"
 
 
 def test_all_items_are_stored(store):

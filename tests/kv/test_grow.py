@@ -54,13 +54,27 @@ def test_the_same_capacity_changes_nothing(make):
     assert len(cache) == 2
 
 
-def test_growing_drops_an_open_step(make):
+def test_versions_go_on(make):
     cache = make(4)
     append_rows(cache, [1])
-    cache.append(0, rows([2]), rows([2]))
+    cache.bump_version(1, 1)
     cache.grow(8)
-    append_rows(cache, [3])
-    assert line(cache.live(0)[0]) == [1, 3]
+    assert [(x.k_version, x.v_version) for x in cache.layers] == [(2, 2), (2, 3)]
+
+
+def test_savepoints_stay(make):
+    cache = make(4)
+    append_rows(cache, [1])
+    outer = cache.savepoint()
+    append_rows(cache, [2])
+    inner = cache.savepoint()
+    cache.grow(8)
+    append_rows(cache, [3, 4, 5])
+    inner.rollback()
+    assert line(cache.live(1)[0]) == [1, 2]
+    append_rows(cache, [6])
+    outer.rollback()
+    assert [line(cache.live(i)[0]) for i in range(2)] == [[1]] * 2
 
 
 @pytest.mark.parametrize(

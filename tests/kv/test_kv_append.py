@@ -1,6 +1,7 @@
 """KvCache.append, append_all, live and abort_step: rows of one step, layer by layer."""
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -59,9 +60,7 @@ def test_a_layer_appends_once_per_step(make):
     [
         lambda c: c.abort_step(),
         lambda c: c.reset(),
-        lambda c: c.truncate_to(1),
-        lambda c: c.truncate_to(2),
-        lambda c: setattr(c, "cached_len", 1),
+        lambda c: c.savepoint().rollback(),
     ],
 )
 def test_a_dropped_step_was_never_counted(make, drop):
@@ -77,13 +76,78 @@ def test_a_dropped_step_was_never_counted(make, drop):
     assert line(cache.live(0)[0]) == line(cache.live(1)[0]) == [*[1, 2][:length], 9]
 
 
-def test_a_larger_truncate_leaves_an_open_step_alone(make):
+@pytest.mark.parametrize(
+    "verb",
+    [
+        lambda c: c.truncate_to(2),
+        lambda c: c.truncate_to(3),
+        lambda c: c.truncate_to(10**30),
+        lambda c: setattr(c, "cached_len", c.cached_len),
+        lambda c: c.grow(8),
+        lambda c: c.repeat(1),
+        lambda c: c.savepoint().commit(),
+    ],
+)
+def test_what_changes_nothing_leaves_an_open_step_alone(make, verb):
     cache = make()
     append_rows(cache, [1, 2])
     cache.append(0, rows([3]), rows([3]))
-    cache.truncate_to(3)
+    verb(cache)
     cache.append(1, rows([3]), rows([3]))
     assert len(cache) == 3
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        lambda c, new: c.truncate_to(1),
+        lambda c, new: c.truncate_to(0),
+        lambda c, new: setattr(c, "cached_len", 1),
+        lambda c, new: setattr(c, "cached_len", 3),
+        lambda c, new: c.grow(9),
+        lambda c, new: c.set_layer(0, new),
+        lambda c, new: c.set_layer(1, new),
+        lambda c, new: c.reorder([0]),
+        lambda c, new: c.select([0]),
+        lambda c, new: c.select([0, 0]),
+        lambda c, new: c.repeat(2),
+    ],
+)
+def test_what_moves_length_or_rows_is_refused_in_an_open_step(make, layer, verb):
+    """A step that went on after it would pair rows of two tokens."""
+    cache = make()
+    append_rows(cache, [1, 2])
+    sp = cache.savepoint()
+    cache.append(0, rows([3]), rows([1003]))
+    with refused(cache, lk.GraphError, "open step of 1 rows for layers [0]", "abort_step()"):
+        verb(cache, layer())
+    assert sp.is_open
+    cache.append(1, rows([3]), rows([1003]))
+    assert line(cache.live(0)[0]) == line(cache.live(1)[0]) == [1, 2, 3]
+    verb(cache, layer())
+
+
+@pytest.mark.parametrize(
+    "verb", [lambda c: c.abort_step(), lambda c: c.append_all([GOOD[0]] * 2, [GOOD[0]] * 2)]
+)
+def test_another_thread_neither_drops_nor_looks_at_a_step(make, verb):
+    cache = make()
+    cache.append(0, rows([1]), rows([1]))
+    with ThreadPoolExecutor(1) as pool, cache.owned("a step"):
+        assert isinstance(pool.submit(verb, cache).exception(), lk.SessionBusy)
+    cache.append(1, rows([1]), rows([1]))
+    assert len(cache) == 1
+
+
+def test_no_step_of_two_tokens_ever_closes(make):
+    cache = make()
+    cache.append(0, rows([1]), rows([1]))
+    with pytest.raises(lk.GraphError):
+        cache.grow(16)
+    cache.append(1, rows([1]), rows([1]))
+    cache.append(0, rows([2]), rows([2]))
+    cache.append(1, rows([2]), rows([2]))
+    assert line(cache.live(0)[0]) == line(cache.live(1)[0]) == [1, 2]
 
 
 def test_only_populated_layers_take_part(make, layer):
@@ -102,14 +166,6 @@ def test_only_populated_layers_take_part(make, layer):
         cache.append_all([rows([1])] * 3, [rows([1])] * 3)
 
 
-def test_replacing_a_layer_drops_the_open_step(make, layer):
-    cache = make()
-    cache.append(0, rows([1]), rows([1]))
-    cache.set_layer(0, layer())
-    append_rows(cache, [5])
-    assert line(cache.live(0)[0]) == [5]
-
-
 @pytest.mark.parametrize("place", ["cpu"], indirect=True)
 def test_views_on_the_host_are_zero_copy_and_read_only(make):
     cache = make()
@@ -124,6 +180,17 @@ def test_views_on_the_host_are_zero_copy_and_read_only(make):
     returned, _ = cache.append(0, rows([3]), rows([3]))
     assert not returned.flags.writeable
     assert np.shares_memory(returned, cache.layers[0].k.array)
+
+
+@pytest.mark.parametrize("place", ["cpu"], indirect=True)
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f8_e4m3", "i8"])
+def test_no_flag_makes_a_view_writable(make, dtype):
+    cache = make(dtype=dtype)
+    one = rows([1], dtype=cache.dtype.numpy)
+    views = [*cache.append(0, one, one), *cache.append(1, one, one), *cache.live(0)]
+    for view in (*views, *(v[:, 1:] for v in views), *cache.append_all([one] * 2, [one] * 2)[1]):
+        with pytest.raises(ValueError, match="WRITEABLE"):
+            view.setflags(write=True)
 
 
 @pytest.mark.parametrize("place", ["sim:0"], indirect=True)
@@ -231,6 +298,16 @@ def test_rows_that_do_not_fit_are_refused(make, k, v, error, words):
         cache.append(0, k, v)
     with refused(cache, error, words if "rows of K" not in words else "different numbers of rows"):
         cache.append_all([GOOD, k], [GOOD, v])
+
+
+@pytest.mark.parametrize("bad", [None, 1, 1.5, np.array(1.5), object()])
+def test_rows_of_all_layers_come_in_lists(make, bad):
+    cache = make()
+    got = type(bad).__name__
+    with refused(cache, lk.DTypeError, f"append_all: got K of {got}, need a list of rows"):
+        cache.append_all(bad, [GOOD] * 2)
+    with refused(cache, lk.DTypeError, f"append_all: got V of {got}, need a list of rows"):
+        cache.append_all([GOOD] * 2, bad)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from kv_state import append_rows, line, raw_bytes, refused, rows, state
 
 import lazykv as lk
 from lazykv.backends.cpu import CpuBackend
-from lazykv.kv.layer import Host
 
 DTYPES = ["f32", "f16", "bf16", "f64", "i8", "u8", "i32", "u32", "i64", "f8_e4m3", "f8_e5m2"]
 
@@ -154,12 +153,17 @@ def test_layers_and_slots_by_index(make):
     for index in (-1, 2, 2**70):
         assert cache.layer(index) is None
         assert cache.slot_storage(index, lk.KvSlot.K) is None
-    for slot in (-1, 2, None, "K"):
+    for slot in (-1, 2, 2**70):
         assert cache.slot_storage(0, slot) is None
     assert lk.KvCache.with_dims(1, 2, 4).slot_storage(0, lk.KvSlot.K) is None
     for bad in (0.0, "0", None, True):
         with pytest.raises(lk.DTypeError, match="need a whole number"):
             cache.layer(bad)
+        for at in ((bad, 0), (0, bad)):
+            with pytest.raises(
+                lk.DTypeError, match=r"slot_storage: got \w+ .*, need a whole number"
+            ):
+                cache.slot_storage(*at)
 
 
 def test_set_layer_is_the_only_way_to_other_storage(make):
@@ -179,9 +183,24 @@ def test_a_layer_describes_its_allocation(make, place):
     assert one.k_layout.shape == one.v_layout.shape == (1, 2, 8, 4)
     assert one.k_layout.strides == (64, 32, 4, 1)
     authority = lk.AuthorityState.Device(lk.DeviceLocation(place))
-    assert one.k_authority == one.v_authority == (Host() if place == "cpu" else authority)
-    where = lk.DeviceLocation("cuda:1")
-    assert lk.AuthorityState.Device(where).location == where
+    assert one.k_authority == one.v_authority
+    assert (one.k_authority == lk.AuthorityState.Host) is (place == "cpu")
+    assert (one.k_authority == authority) is (place != "cpu")
+    assert isinstance(one.k_authority, lk.AuthorityState)
+
+
+def test_where_bytes_are_authoritative_is_a_value_of_one_type():
+    host, device = lk.AuthorityState.Host, lk.AuthorityState.Device
+    here, there = (device(lk.DeviceLocation(f"cuda:{n}")) for n in (0, 1))
+    assert host() == host == host()
+    assert hash(host()) == hash(host)
+    assert there == device(lk.DeviceLocation("cuda:1"))
+    assert len({host(), host, here, there, device(here.location)}) == 3
+    assert not {here} & {there, host(), device}
+    assert (repr(host()), there.location.index) == ("Host", 1)
+    assert repr(there).startswith("Device(")
+    assert "cuda:1" in repr(there)
+    assert all(isinstance(x, lk.AuthorityState) for x in (host(), here))
 
 
 def test_a_layer_checks_k_against_v():
@@ -208,6 +227,29 @@ def test_versions_count_per_slot(make):
     assert [(x.k_version, x.v_version) for x in cache.layers] == [(0, 0), (0, 2)]
     with refused(cache, lk.RangeError, "got slot 2"):
         cache.bump_version(0, 2)
+
+
+def test_a_version_is_never_seen_twice(make, layer):
+    """Whatever becomes of the storage, who compares versions sees that it changed."""
+    cache = make(4)
+    shared = layer(9, batch=4)
+    verbs = [
+        lambda: append_rows(cache, [1, 2]), cache.reset, lambda: append_rows(cache, [1]),
+        lambda: cache.grow(9), lambda: cache.repeat(2), lambda: cache.select([1]),
+        lambda: cache.repeat(4), lambda: cache.reorder([3, 2, 1, 0]),
+        lambda: cache.set_layer(0, shared), lambda: cache.set_layer(0, layer(9, batch=4)),
+        lambda: cache.set_layer(0, shared),
+    ]  # fmt: skip
+    seen = [(0, 0)]
+    for verb in verbs:
+        verb()
+        seen.append((cache.layers[0].k_version, cache.layers[0].v_version))
+    cache.clear()
+    cache.set_layer(0, layer(9, batch=4))
+    seen.append((cache.layers[0].k_version, cache.layers[0].v_version))
+    for half in zip(*seen, strict=True):
+        assert sorted(set(half)) == list(half)
+    assert cache.layers[1] is None
 
 
 # The allocation's identity
@@ -254,7 +296,7 @@ def test_the_location_is_proven_or_none(make, layer, place):
 # set_layer and clear
 
 
-def test_set_layer_replaces_storage_and_counts_anew(make, layer):
+def test_set_layer_replaces_storage_and_counts_on(make, layer):
     cache = make()
     append_rows(cache, [1, 2])
     new = layer()
@@ -263,7 +305,12 @@ def test_set_layer_replaces_storage_and_counts_anew(make, layer):
     assert cache.cached_len == 2
     assert line(cache.live(0)[0]) == [1, 2]
     assert line(cache.live(1)[0]) == [0, 0]
-    assert (new.k_version, new.v_version) == (0, 0)
+    assert (new.k_version, new.v_version) == (2, 2)
+    other = layer()
+    for _ in range(9):
+        other.bump(lk.KvSlot.K)
+    cache.set_layer(1, other)
+    assert (other.k_version, other.v_version) == (9, 3)
 
 
 @pytest.mark.parametrize(
@@ -387,11 +434,12 @@ def test_truncate_only_lowers_a1(make):
     cache = make()
     append_rows(cache, [0, 1, 2])
     unchanged = state(cache)
-    for n in (3, 5, 2**62):
+    for n in (3, 5, 2**62, 2**63, 10**30):
         cache.truncate_to(n)
         assert state(cache) == unchanged
-    with refused(cache, lk.RangeError, "truncate_to: got length -5"):
-        cache.truncate_to(-5)
+    for n in (-5, -(10**30)):
+        with refused(cache, lk.RangeError, f"truncate_to: got length {n}, need length >= 0"):
+            cache.truncate_to(n)
     with refused(cache, lk.DTypeError, "truncate_to"):
         cache.truncate_to(1.0)
     cache.truncate_to(np.int64(0))

@@ -33,9 +33,9 @@ class CacheMachine(RuleBasedStateMachine):
         places = place.split(",")
         self.places: list[str | None] = [places[i % len(places)] for i in range(LAYERS)]
         self.homes = list(self.places)
-        self.cache = lk.KvCache.with_capacity(
-            LAYERS, HEADS, DIM, CAPACITY, dtype, list(self.places), batch
-        )
+        device = place if len(places) == 1 else list(self.places)
+        self.cache = lk.KvCache.with_capacity(LAYERS, HEADS, DIM, CAPACITY, dtype, device, batch)
+        self.one_place = place if len(places) == 1 else None
         self.layers: list[list[Table] | None] = [self.zeros() for _ in range(LAYERS)]
         self.versions = [[0, 0] for _ in range(LAYERS)]
         self.length = 0
@@ -90,18 +90,18 @@ class CacheMachine(RuleBasedStateMachine):
         self.ended += [sp for sp, at in self.savepoints if at > n]
         self.savepoints = [(sp, at) for sp, at in self.savepoints if at <= n]
 
-    def minted(self) -> None:
+    def minted(self, *, rows_stay: bool = False) -> None:
         self.id = self.cache.alloc_id()
         assert int(self.id) not in self.ids
         self.ids.add(int(self.id))
-        self.open = None
-        self.ended += [sp for sp, _ in self.savepoints]
-        self.savepoints = []
+        if not rows_stay:
+            self.ended += [sp for sp, _ in self.savepoints]
+            self.savepoints = []
 
-    def replaced(self) -> None:
-        """All storage is new, so the counters begin anew."""
-        self.versions = [[0, 0] for _ in range(LAYERS)]
-        self.minted()
+    def counted(self, layers: list[int]) -> None:
+        """Every slot of these layers was written, or is another storage: no version comes twice."""
+        for i in layers:
+            self.versions[i] = [n + 1 for n in self.versions[i]]
 
     # Verbs
 
@@ -143,19 +143,22 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(n=LENGTHS)
     def truncate(self, n: int) -> None:
-        if self.call(n < 0, lambda: self.cache.truncate_to(n)) and n <= self.length:
+        lower = n < self.length
+        bad = n < 0 or (lower and self.open is not None)
+        if self.call(bad, lambda: self.cache.truncate_to(n)) and lower:
             self.rewind(n)
 
     @rule(n=LENGTHS)
     def assign_length(self, n: int) -> None:
-        bad = not 0 <= n <= self.capacity
-        if self.call(bad, lambda: setattr(self.cache, "cached_len", n)):
+        bad = not 0 <= n <= self.capacity or (n != self.length and self.open is not None)
+        if self.call(bad, lambda: setattr(self.cache, "cached_len", n)) and n != self.length:
             self.rewind(n)
 
     @rule()
     def reset(self) -> None:
         self.cache.reset()
         self.rewind(0)
+        self.counted(self.present)
 
     @rule()
     def abort(self) -> None:
@@ -165,8 +168,10 @@ class CacheMachine(RuleBasedStateMachine):
     @rule()
     def clear(self) -> None:
         self.cache.clear()
+        self.counted(self.present)
         self.layers, self.places, self.length = [None] * LAYERS, [None] * LAYERS, 0
-        self.replaced()
+        self.open = self.one_place = None
+        self.minted()
 
     @rule(layer=LAYER, wrong=st.sampled_from([None, None, None, "capacity", "batch", "dtype"]))
     def set_layer(self, layer: int, wrong: str | None) -> None:
@@ -178,12 +183,14 @@ class CacheMachine(RuleBasedStateMachine):
             pair = [np.concatenate([a, a], 0) for a in pair]
         elif wrong == "dtype":
             pair = [a.astype(np.float64) for a in pair]
-        bad = wrong is not None or not 0 <= layer < LAYERS
+        bad = wrong is not None or not 0 <= layer < LAYERS or self.open is not None
         home = self.homes[max(0, layer) % LAYERS]
         made = lk.KvLayer(*(lk.Storage.from_array(a, home) for a in pair))
         if self.call(bad, lambda: self.cache.set_layer(layer, made)):
-            self.layers[layer], self.versions[layer] = tables, [0, 0]
-            self.places[layer] = None
+            if layer in self.present:
+                self.counted([layer])
+            self.layers[layer] = tables
+            self.places[layer] = self.one_place = None
             self.minted()
 
     @precondition(lambda self: not self.present)
@@ -195,14 +202,16 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(extra=st.integers(-2, 3))
     def grow(self, extra: int) -> None:
         capacity = min(self.capacity + extra, MOST_ROWS)
-        if self.call(capacity < self.capacity, lambda: self.cache.grow(capacity)):
+        bad = capacity < self.capacity or (capacity > self.capacity and self.open is not None)
+        if self.call(bad, lambda: self.cache.grow(capacity)):
             if capacity == self.capacity:
                 return
             more = [0] * (capacity - self.capacity)
             for i in self.present:
                 self.layers[i] = [[row + more for row in table] for table in self.layers[i]]
             self.capacity = capacity
-            self.replaced()
+            self.counted(self.present)
+            self.minted(rows_stay=True)
 
     # Savepoints
 
@@ -232,28 +241,28 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(index=st.lists(st.integers(0, MOST_SEQUENCES), max_size=MOST_SEQUENCES))
     def select(self, index: list[int]) -> None:
-        if self.call(
-            not index or max(index) >= self.batch, lambda: self.cache.select(index)
-        ):  # fmt: skip
+        bad = not index or max(index) >= self.batch or self.open is not None
+        if self.call(bad, lambda: self.cache.select(index)):
             self.pick(index)
 
     @rule(index=st.lists(st.integers(0, MOST_SEQUENCES - 1), max_size=MOST_SEQUENCES))
     def reorder(self, index: list[int]) -> None:
-        bad = len(index) != self.batch or max(index) >= self.batch
+        bad = len(index) != self.batch or max(index) >= self.batch or self.open is not None
         if self.call(bad, lambda: self.cache.reorder(index)):
             self.pick(index)
 
     @rule(seed=ANY)
     def shuffle(self, seed: int) -> None:
         index = [seed // (b + 1) % self.batch for b in range(self.batch)]
-        self.cache.reorder(index)
-        self.pick(index)
+        if self.call(self.open is not None, lambda: self.cache.reorder(index)):
+            self.pick(index)
 
     @rule(n=st.integers(0, 2))
     def repeat(self, n: int) -> None:
         if self.batch * n > MOST_SEQUENCES:
             return
-        if self.call(n < 1, lambda: self.cache.repeat(n)) and n > 1:
+        bad = n < 1 or (n > 1 and self.open is not None)
+        if self.call(bad, lambda: self.cache.repeat(n)) and n > 1:
             self.pick([b for b in range(self.batch) for _ in range(n)])
 
     def pick(self, index: list[int]) -> None:
@@ -263,13 +272,10 @@ class CacheMachine(RuleBasedStateMachine):
         if not same or self.length:
             for i in self.present:
                 self.layers[i] = [[list(table[b]) for b in index] for table in self.layers[i]]
-        if same:
-            self.open = None
-            for i in self.present:
-                self.versions[i] = [n + 1 for n in self.versions[i]]
-        else:
+        self.counted(self.present)
+        if not same:
             self.batch = len(index)
-            self.replaced()
+            self.minted()
 
     # What must hold after every verb
 
@@ -284,8 +290,7 @@ class CacheMachine(RuleBasedStateMachine):
         places = [cache.layer_location(i) for i in range(LAYERS)]
         assert [None if p is None else str(p) for p in places] == self.places
         one = cache.device_location()
-        want = self.places[0] if len(set(self.places)) == 1 else None
-        assert (None if one is None else str(one)) == want
+        assert (None if one is None else str(one)) == self.one_place
         assert all(sp.is_open for sp, _ in self.savepoints)
         assert not any(sp.is_open for sp in self.ended)
 

@@ -22,6 +22,8 @@ def test_every_layer_lives_where_it_was_put():
     assert cache.device_location() is cache.rebind_location() is None
     for index in (-1, 3, 2**70):
         assert cache.layer_location(index) is None
+    with pytest.raises(lk.DTypeError, match=r"layer_location: got layer 1\.5, need a whole number"):
+        cache.layer_location(1.5)
     assert cache.layers[1].k_authority == lk.AuthorityState.Device(SIM1)
 
 
@@ -30,8 +32,19 @@ def test_devices_are_taken_in_every_form():
     assert [cache.layer_location(i) for i in range(3)] == [SIM1, SIM0, CPU]
 
 
-def test_all_layers_in_one_place_are_proven_there():
-    assert make("sim:1", "sim:1").device_location() == SIM1
+def test_one_device_per_layer_is_proven_layer_by_layer():
+    """Even if they are equal, only `layer_location` answers, and a rebind asks that."""
+    for places in (("sim:1", "sim:1"), ("cpu",), ("cpu", "cpu")):
+        cache = make(*places)
+        assert cache.device_location() is cache.rebind_location() is None
+        assert [str(cache.layer_location(i)) for i in range(len(places))] == list(places)
+        assert str(cache.only_location()) == places[0]
+    for places in (("sim:0", "sim:1"), ("cpu", None), (None, None)):
+        assert make(*places).only_location() is None
+    latent = lk.LatentKvCache.with_capacity(2, 4, [(2,)], "f32", ["cpu", "cpu"])
+    ring = lk.SlidingKvCache.with_capacity(2, 1, 2, 4, "f32", ["cpu", "cpu"])
+    assert latent.device_location() is ring.device_location() is None
+    assert latent.layer_location(1) == ring.layer_location(1) == CPU
 
 
 def test_rows_go_to_every_device_in_one_pass():
@@ -107,7 +120,7 @@ def test_batches_move_on_their_own_devices():
 
 
 def test_replacing_a_layer_forfeits_its_own_location_alone():
-    cache = make("sim:0", "sim:0")
+    cache = lk.KvCache.with_capacity(2, 2, 4, 8, "f32", "sim:0")
     cache.set_layer(1, make("sim:0").layers[0])
     assert [cache.layer_location(i) for i in (0, 1)] == [SIM0, None]
     assert cache.device_location() is None

@@ -137,7 +137,8 @@ def test_layers_and_slots_by_index() -> None:
         assert cache.slot_storage(index, 0) is None
         assert cache.slot_version(index, 0) is None
         assert cache.layer_location(index) is None
-    for slot in (-1, 2, None):
+    for slot in (-1, 2, 2**70):
+        assert cache.slot_version(0, slot) is None
         assert cache.slot_storage(0, slot) is None
         assert cache.rebind_slot(0, slot) is None
     for name in ("max_seq_len", "slot_trailing", "dtype", "capacity"):
@@ -146,6 +147,9 @@ def test_layers_and_slots_by_index() -> None:
     for bad in (0.0, "0", None, True):
         with pytest.raises(lk.DTypeError, match="need a whole number"):
             cache.slot_storage(bad, 0)
+        for verb in (cache.slot_storage, cache.slot_version, cache.rebind_slot):
+            with pytest.raises(lk.DTypeError, match="need a whole number"):
+                verb(0, bad)
 
 
 def test_it_is_a_rebind_source_and_says_what_a_plan_bakes() -> None:
@@ -224,7 +228,7 @@ def test_truncating_moves_the_length_and_no_byte_a1(device: str) -> None:
     cache = make(device=device)
     append_rows(cache, [0, 1, 2])
     before = state(cache)["slots"]
-    for n, length in ((5, 3), (3, 3), (2, 2), (0, 0), (2, 0)):
+    for n, length in ((5, 3), (10**30, 3), (3, 3), (2, 2), (0, 0), (2, 0)):
         cache.truncate_to(n)
         assert len(cache) == length
     assert state(cache)["slots"] == before
@@ -272,9 +276,11 @@ def test_savepoints_nest_and_rewind_all_layers() -> None:
     doomed = cache.savepoint()
     cache.truncate_to(1)
     assert not doomed.is_open
-    doomed = cache.savepoint()
+    kept = cache.savepoint()
     cache.grow(20)
-    assert not doomed.is_open
+    append_rows(cache, [5])
+    kept.rollback()
+    assert line(cache.live(1)[1]) == [101]
 
 
 # Clear and grow
@@ -310,6 +316,7 @@ def test_a_reset_cache_is_like_a_new_one_c1_c4() -> None:
     append_rows(cache, [0, 1, 2, 3, 4, 5])
     version, alloc = cache.slot_version(0, 0), cache.alloc_id()
     cache.reset()
+    assert cache.slot_version(0, 0) > version  # before any row is written too
     for each in (cache, fresh):
         append_rows(each, [20, 21, 22])
     assert len(cache) == 3
@@ -330,7 +337,7 @@ def test_growing_keeps_rows_length_versions_and_places(device: Any) -> None:
     cache.grow(7)
     assert (cache.max_seq_len, len(cache)) == (7, 3)
     assert [cache.layer_location(i) for i in (0, 1)] == places
-    assert [cache.slot_version(i, s) for i in (0, 1) for s in range(3)] == versions
+    assert [cache.slot_version(i, s) for i in (0, 1) for s in range(3)] == [n + 1 for n in versions]
     assert cache.slot_storage(0, 0).to_numpy()[:, 0].tolist() == [1, 2, 3, 9, 0, 0, 0]
     assert cache.slot_storage(1, 1).shape == (7, 2, 3)
     assert old[0] is not cache.slot_storage(0, 0)
@@ -353,9 +360,13 @@ def test_growing_is_never_shrinking() -> None:
     assert state(cache) == before
 
 
-def test_growing_drops_an_open_step() -> None:
+def test_growing_is_refused_in_an_open_step() -> None:
     cache = make()
     cache.append(0, rows([1], 4), rows([1], 2))
+    for verb in (lambda: cache.grow(9), lambda: setattr(cache, "cached_len", 1)):
+        with refused(cache, lk.GraphError, "open step of 1 rows for layers [0]", "abort_step()"):
+            verb()
+    cache.append(1, rows([1], 4), rows([1], 2))
     cache.grow(9)
     append_rows(cache, [2])
-    assert line(cache.live(0)[0]) == [2]
+    assert line(cache.live(0)[0]) == [1, 2]

@@ -65,9 +65,12 @@ class LatentMachine(RuleBasedStateMachine):
         self.points = [(p, n) for p, n in self.points if n <= length]
 
     def minted(self) -> None:
-        self.open, self.points, self.id = None, [], self.cache.alloc_id()
+        self.id = self.cache.alloc_id()
         assert int(self.id) not in self.ids
         self.ids.add(int(self.id))
+
+    def counted(self) -> None:
+        self.versions = [[n + 1 for n in of] for of in self.versions]
 
     # Verbs
 
@@ -111,21 +114,24 @@ class LatentMachine(RuleBasedStateMachine):
 
     @rule(n=LENGTHS)
     def truncate(self, n: int) -> None:
-        if self.call(n < 0, lambda: self.cache.truncate_to(n)) and n <= self.length:
+        lower = n < self.length
+        bad = n < 0 or (lower and self.open is not None)
+        if self.call(bad, lambda: self.cache.truncate_to(n)) and lower:
             self.rewound(n)
 
     @rule(n=LENGTHS)
     def assign_length(self, n: int) -> None:
-        bad = not 0 <= n <= self.capacity
+        bad = not 0 <= n <= self.capacity or (n != self.length and self.open is not None)
         if self.call(bad, lambda: setattr(self.cache, "cached_len", n)):
             if n < self.length:
                 self.rewound(n)
-            self.length, self.open = n, None
+            self.length = n
 
     @rule()
     def reset(self) -> None:
         self.cache.reset()
         self.rewound(0)
+        self.counted()
 
     @rule()
     def abort(self) -> None:
@@ -149,11 +155,13 @@ class LatentMachine(RuleBasedStateMachine):
     @rule(capacity=st.integers(CAPACITY - 1, CAPACITY + 3))
     def grow(self, capacity: int) -> None:
         old = self.capacity
-        if self.call(capacity < old, lambda: self.cache.grow(capacity)) and capacity > old:
+        bad = capacity < old or (capacity > old and self.open is not None)
+        if self.call(bad, lambda: self.cache.grow(capacity)) and capacity > old:
             for of in self.slots:
                 for numbers in of:
                     numbers += [0] * (capacity - old)
             self.capacity = capacity
+            self.counted()
             self.minted()
 
     @rule(sure=st.integers(0, 5))
@@ -161,7 +169,7 @@ class LatentMachine(RuleBasedStateMachine):
         if sure:  # a cleared cache has little left to try
             return
         self.cache.clear()
-        self.length, self.cleared = 0, True
+        self.length, self.cleared, self.open, self.points = 0, True, None, []
         self.minted()
 
     # What must hold after every verb

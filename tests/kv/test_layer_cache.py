@@ -231,16 +231,31 @@ BAD_ENTRIES = [
     ((0, [1, [2]], row(1)), lk.ShapeError, "need a rectangular one"),
     ((0, None, row(1)), lk.DTypeError, "dtype('O')"),
 ]
+NO_ENTRIES = [
+    (5, lk.DTypeError, "got entry 5, need (token, keys, values)"),
+    (None, lk.DTypeError, "got entry None, need (token, keys, values)"),
+    (row(1), lk.DTypeError, "got entry "),
+    ((1,), lk.ShapeError, "got an entry of 1 parts, need 3: (token, keys, values)"),
+    ((1, row(1), row(1), 0), lk.ShapeError, "got an entry of 4 parts, need 3"),
+]
 
 
-@pytest.mark.parametrize(("entry", "error", "words"), BAD_ENTRIES)
+@pytest.mark.parametrize(("entry", "error", "words"), BAD_ENTRIES + NO_ENTRIES)
 def test_a_bad_entry_anywhere_writes_nothing(entry, error, words):
     cache = make(1, 2, 3)
     good = [(0, row(7), row(8)), (5, row(9), row(10))]
-    refused(cache, error, words, lambda: cache.write_kv(*entry))
+    if isinstance(entry, tuple) and len(entry) == 3:
+        refused(cache, error, words, lambda: cache.write_kv(*entry))
     for place in range(3):
         entries = [*good[:place], entry, *good[place:]]
         refused(cache, error, words, lambda e=entries: cache.write_kv_batch(e))
+
+
+@pytest.mark.parametrize("entries", [None, 5, np.array(5)])
+def test_a_batch_is_a_sequence(entries):
+    cache = make(1, 2, 3)
+    words = f"LayerKvCache.write_kv_batch: got {type(entries).__name__}, need a sequence of (token,"
+    refused(cache, lk.DTypeError, words, lambda: cache.write_kv_batch(entries))
 
 
 def test_an_interrupted_write_is_torn():
@@ -274,6 +289,8 @@ def test_views_are_read_only_and_hold_the_rows():
         for part in (keys, values):
             with pytest.raises(ValueError, match="read-only"):
                 part[0] = 9
+            with pytest.raises(ValueError, match="WRITEABLE"):
+                part.setflags(write=True)
         return float(keys[0]), float(values[0])
 
     assert cache.with_read_kv(1, look) == (2, 102)
@@ -290,6 +307,9 @@ def test_a_span_lives_inside_its_call():
         assert not span.keys.flags.writeable
         assert not span.values.flags.writeable
         assert np.shares_memory(span.values, cache._shared.storage.array)
+        for part in (span.keys, span.values):
+            with pytest.raises(ValueError, match="WRITEABLE"):
+                part.setflags(write=True)
         kept.append(span)
         return span.values[:, 0].tolist()
 
@@ -364,7 +384,21 @@ def test_bad_tokens_are_refused(token, error, words):
     refused(cache, error, words, lambda: cache.read_kv(token))
 
 
-@pytest.mark.parametrize("shape", [(2 * WIDTH,), (2, WIDTH), (3, WIDTH), (4, 3), (50,)])
+@pytest.mark.parametrize("f", [None, 5, "read"])
+def test_what_reads_is_a_function(f):
+    cache = make(1, 2, 3)
+    words = f"got {type(f).__name__} as f, need a function"
+    refused(
+        cache, lk.DTypeError, f"LayerKvCache.with_read_kv: {words}",
+        lambda: cache.with_read_kv(0, f),
+    )  # fmt: skip
+    refused(
+        cache, lk.DTypeError, f"LayerKvCache.with_read_range: {words}",
+        lambda: cache.with_read_range(0, 1, f),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(2 * WIDTH,), (2, WIDTH), (3, WIDTH), (50,)])
 def test_outputs_may_be_larger_than_needed(shape):
     cache = make(1, 2, 3)
     outs = [np.full(shape, -1, np.float32) for _ in range(2)]
@@ -373,6 +407,10 @@ def test_outputs_may_be_larger_than_needed(shape):
         line = out.reshape(-1)
         assert line[: 2 * WIDTH].tolist() == [first] * WIDTH + [first + 1] * WIDTH
         assert (line[2 * WIDTH :] == -1).all()
+
+
+def wide(*shape: int) -> np.ndarray:
+    return np.full(shape, -1, np.float32)
 
 
 def bad_outputs() -> list[tuple[object, object, type[lk.LazyKvError], str]]:
@@ -387,12 +425,18 @@ def bad_outputs() -> list[tuple[object, object, type[lk.LazyKvError], str]]:
         (good, read_only, lk.ShapeError, "values_out that is read-only"),
         (row(-1, 24)[::2], good, lk.ShapeError, "keys_out that is read-only or not contiguous"),
         (good, np.full((WIDTH, 2), -1, np.float32).T, lk.ShapeError, "not contiguous"),
+        (wide(4, 3), good, lk.ShapeError, "keys_out [4, 3], need [m,6] with m >= 2, or a flat one"),
+        (good, wide(2, 8), lk.ShapeError, "values_out [2, 8], need [m,6] with m >= 2"),
+        (wide(1, WIDTH), good, lk.ShapeError, "keys_out [1, 6], need [m,6]"),
+        (wide(WIDTH, 2), good, lk.ShapeError, "keys_out [6, 2], need [m,6]"),
+        (wide(1, 2, WIDTH), good, lk.ShapeError, "keys_out [1, 2, 6], need [m,6]"),
+        (wide(), good, lk.ShapeError, "keys_out [], need [m,6]"),
         (good, good, lk.BindingError, "that share memory"),
         (both[:12], both[8:], lk.BindingError, "that share memory"),
     ]
 
 
-@pytest.mark.parametrize("case", range(10))
+@pytest.mark.parametrize("case", range(len(bad_outputs())))
 def test_bad_outputs_are_refused_before_any_copy(case):
     cache = make(1, 2, 3)
     keys, values, error, words = bad_outputs()[case]

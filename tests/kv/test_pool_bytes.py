@@ -1,6 +1,7 @@
 """The bytes of a paged pool: single blocks, copies on write, torn buffers, making one."""
 
 import gc
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -115,7 +116,11 @@ def test_shapes_and_identity(make, place):
     assert pool.alloc_id() != twin.alloc_id()
     assert [pool.rebind_slot(*at) for at in slots(pool)] == storages(pool)
     assert str(pool.rebind_location()) == str(pool.device_location()) == place
-    assert [pool.slot_storage(i, s) for i, s in ((2, 0), (-1, 0), (0, 2), (0, None))] == [None] * 4
+    assert [pool.slot_storage(i, s) for i, s in ((2, 0), (-1, 0), (0, 2), (0, -1))] == [None] * 4
+    for bad in (None, "K", 1.0, True):
+        for at in ((0, bad), (bad, 0)):
+            with pytest.raises(lk.DTypeError, match=r"slot_storage: got .*, need a whole number"):
+                pool.slot_storage(*at)
     assert isinstance(pool, lk.KvBlockPool)
     assert isinstance(pool, lk.KvRebindSource)
     assert repr(pool) == "DeviceKvPool(5 blocks of 3 tokens, 5 free, 0 sessions)"
@@ -172,8 +177,16 @@ BAD_BLOCKS = [
     (lambda p: p.write_block_bytes(9, 0, 0, bytes(128)), lk.RangeError, "got layer 9"),
     (lambda p: p.read_block(0, 0, 6), lk.BadBlockIndex, "read_block: got block 6"),
     (lambda p: p.read_block(0, 3, 0), lk.RangeError, "read_block: got slot 3"),
-    (lambda p: p.read_block_bytes(2, 0, 0), lk.RangeError, "got layer 2"),
-]
+    (lambda p: p.read_block_bytes(2, 0, 0), lk.RangeError, "read_block_bytes: got layer 2"),
+    (lambda p: p.ensure_writable_block(None, 0), lk.UnknownSession, "ensure_writable_block: got"),
+    (
+        lambda p: p.splice_prefix_shifted(None, None, [0.5, 0.1]),
+        lk.UnknownPrefix, "splice_prefix_shifted: got None",
+    ),
+    (lambda p: p.materialize_block_table(None), lk.DTypeError, "got None, need a list of sessions"),
+    (lambda p: p.materialize_block_table(5), lk.DTypeError, "got 5, need a list of sessions"),
+    (lambda p: p.begin_step(None, 1), lk.DTypeError, "begin_step: got None, need a list of"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", range(len(BAD_BLOCKS)))
@@ -387,6 +400,48 @@ def test_what_cannot_be_a_pool_is_refused_before_anything_is_made(
     before = lk.stats().allocations
     with pytest.raises(error, match=words):
         lk.DeviceKvPool(geometry, dtype, device)
+    assert lk.stats().allocations == before
+
+
+def test_a_pool_that_no_memory_holds_costs_nothing(place):
+    """Nothing is kept for each of its million blocks before there are bytes."""
+    geometry = lk.KvGeometry(1, 2**20, 2**10, 2**10, 2**18, 4)
+    before = lk.stats().allocations
+    tracemalloc.start()
+    try:
+        with pytest.raises(lk.OutOfMemory, match=f"got no memory for {2**60} bytes"):
+            lk.DeviceKvPool(geometry, "f32", place)
+        # NumPy counts what it asked for, and did not get, as well.
+        assert tracemalloc.get_traced_memory()[1] % 2**60 < 2**20
+    finally:
+        tracemalloc.stop()
+    assert lk.stats().allocations == before
+
+
+@pytest.mark.parametrize(
+    ("width", "error", "words"),
+    [
+        (2**59, lk.OutOfMemory, f"got no memory for {2**62} bytes"),
+        (2**61, lk.ShapeError, f"got u32[2,{2**61}], need fewer than 2**63 bytes"),
+        (2**90, lk.ShapeError, f"got u32[2,{2**90}], need fewer than 2**63 bytes"),
+        (-1, lk.RangeError, "got max_blocks -1"),
+        ("8", lk.DTypeError, "got max_blocks '8'"),
+    ],
+)
+def test_a_table_of_a_width_that_cannot_be(make, width, error, words):
+    pool = make()
+    sessions = [opened(pool, [1]), opened(pool, [2])]
+    with refused(pool, error, "materialize_block_table", words):
+        pool.materialize_block_table(sessions, width)
+
+
+@pytest.mark.parametrize("store", [5, "folder", object(), lk.MemoryBlockStore, {}])
+def test_a_store_can_put_get_and_delete(store):
+    before = lk.stats().allocations
+    with pytest.raises(
+        lk.DTypeError, match=r"DeviceKvPool: got store .*, need put, get and delete"
+    ):
+        lk.DeviceKvPool(lk.KvGeometry(1, 2, 2, 1, 2, 4), "f32", store=store)
     assert lk.stats().allocations == before
 
 

@@ -103,7 +103,7 @@ def replace_a_layer(cache: lk.KvCache) -> None:
         (lambda c: setattr(c, "cached_len", 6), True),
         (lambda c: c.reset(), False),
         (lambda c: c.clear(), False),
-        (lambda c: c.grow(16), False),
+        (lambda c: c.grow(16), True),
         (lambda c: c.grow(8), True),
         (lambda c: c.repeat(2), False),
         (replace_a_layer, False),

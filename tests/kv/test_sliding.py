@@ -222,14 +222,7 @@ def test_what_append_returns_is_what_live_gives_later(make, sinks):
         assert line(early) == line(late) == line(cache.live(0)[0]) == want
 
 
-@pytest.mark.parametrize(
-    "drop",
-    [
-        lambda c: c.abort_step(),
-        lambda c: c.truncate_to(6),
-        lambda c: setattr(c, "cached_len", 6),
-    ],
-)
+@pytest.mark.parametrize("drop", [lambda c: c.abort_step(), lambda c: c.savepoint().rollback()])
 def test_a_dropped_step_leaves_every_row_in_place(make, drop):
     cache = make(4)
     append_rows(cache, range(6))
@@ -239,6 +232,21 @@ def test_a_dropped_step_leaves_every_row_in_place(make, drop):
     assert everything(cache) == before
     cache.append(1, rows([6]), rows([1006]))
     cache.append(0, rows([6]), rows([1006]))
+    assert live(cache) == [3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    "verb", [lambda c: c.truncate_to(5), lambda c: setattr(c, "cached_len", 5)]
+)
+def test_the_length_stays_while_a_step_is_open(make, verb):
+    cache = make(4, rollback_slack=1)
+    append_rows(cache, range(6))
+    cache.append(0, rows([6]), rows([1006]))
+    with refused(cache, lk.GraphError, "open step of 1 rows for layers [0]", "abort_step()"):
+        verb(cache)
+    cache.truncate_to(6)
+    cache.cached_len = 6
+    cache.append(1, rows([6]), rows([1006]))
     assert live(cache) == [3, 4, 5, 6]
 
 
@@ -436,7 +444,7 @@ def test_ids_and_versions_follow_the_rules_of_kv_cache(make, place):
     assert cache.alloc_id() == held
     cache.bump_version(0, 1)
     cache.bump_version(5, 1)
-    assert [(x.k_version, x.v_version) for x in cache.layers] == [(1, 2), (1, 1)]
+    assert [(x.k_version, x.v_version) for x in cache.layers] == [(2, 3), (2, 2)]
     assert cache.slot_storage(1, lk.KvSlot.V) is cache.layer(1).v is cache.rebind_slot(1, 1)
     assert (cache.slot_storage(-1, 0), cache.slot_storage(2, 0), cache.layer(-1)) == (None,) * 3
     assert isinstance(cache, lk.KvRebindSource)

@@ -115,7 +115,8 @@ class SlidingMachine(RuleBasedStateMachine):
         if assign and back < 0:
             return  # a greater length says that rows were written elsewhere
         allowed = length >= 0 and (
-            back <= 0 or length <= self.sinks or self.is_held(length)
+            back <= 0
+            or (not self.waiting and (length <= self.sinks or self.is_held(length)))
         )  # fmt: skip
 
         def act() -> None:
@@ -124,7 +125,7 @@ class SlidingMachine(RuleBasedStateMachine):
             else:
                 self.cache.truncate_to(length)
 
-        if self.call(allowed, act) and back >= 0:
+        if self.call(allowed, act) and back > 0:
             self.rewound(length)
 
     @rule()

@@ -78,8 +78,16 @@ def test_output_is_bounded(monkeypatch):
         ([{"role": 1, "content": ""}], "role 1"),
         (["hello"], "message 0: got str"),
         ([*HELLO, None], "message 1: got NoneType"),
+        (None, "chat messages: got NoneType, need a list"),
+        (5, "chat messages: got int, need a list"),
+        (HELLO[0], "chat messages: got dict, need a list"),
     ],
 )
 def test_messages_are_checked(messages, said):
     with pytest.raises(ModelFormatError, match=said):
         render_chat("", messages)
+
+
+def test_messages_may_come_one_by_one():
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert render_chat(template, iter(HELLO)) == render_chat(template, HELLO) != ""

@@ -184,6 +184,8 @@ def test_a_conversation_goes_on_in_one_cache(model):
         ({"max_seq_len": 3}, lk.RangeError, "got a prompt of 4 tokens, need <= capacity 3"),
         ({"max_seq_len": 0}, lk.RangeError, "max_seq_len 0"),
         ({"max_seq_len": "8"}, lk.DTypeError, "max_seq_len '8'"),
+        ({"cache": 5}, lk.DTypeError, "generate: got int, need a KvCache"),
+        ({"ctx": "cpu"}, lk.DTypeError, "generate: got str, need an InferenceContext or None"),
     ],
 )
 def test_arguments_are_checked_by_the_call_itself(model, changes, error, words):
@@ -205,3 +207,14 @@ def test_a_cache_that_does_not_fit_is_refused_by_the_call(model):
     other = lk.KvCache.with_capacity(2, 2, 4, 8, "f32")
     with refused(other, lk.ShapeError, "generate: got a cache of"):
         lk.generate(model, PROMPT, cache=other)
+    several = lk.KvCache.with_capacity(2, 2, 16, 8, "f32", batch=2)
+    with refused(several, lk.ShapeError, "generate: got a cache of 2 sequences"):
+        lk.generate(model, PROMPT, cache=several)
+    cleared, begun = model.new_cache(8), model.new_cache(8)
+    cleared.clear()
+    with refused(cleared, lk.GraphError, "generate: got a cleared cache", "reset()"):
+        lk.generate(model, PROMPT, cache=cleared)
+    row = np.ones((1, begun.n_kv_heads, 1, begun.head_dim), np.float32)
+    begun.append(0, row, row)
+    with refused(begun, lk.GraphError, "generate: got an open step", "abort_step()"):
+        lk.generate(model, PROMPT, cache=begun)

@@ -9,6 +9,7 @@ import lazykv as lk
 from lazykv.models import model as model_module
 from lazykv.models.config import FrequencyDivisors, LinearScaling, Llama3Scaling
 from lazykv.models.llama import RopeTable
+from lazykv.models.speculative import PromptLookup, speculate
 from lazykv.runtime.plan_cache import plan_cache
 
 LLAMA3 = Llama3Scaling(
@@ -393,17 +394,51 @@ def test_a_cache_without_storage_is_refused():
     m = model()
     cache = m.new_cache(8)
     cache.clear()
-    for empty in (cache, lk.KvCache.with_dims(2, 2, 8)):
-        with refused(empty, lk.GraphError, "without storage"):
-            m.decode_step(1, empty)
+    bare = lk.KvCache.with_dims(2, 2, 8)
+    for empty, words in ((cache, ("a cleared cache", "reset()")), (bare, ("without storage",))):
+        for call in (lambda c: m.decode_step(1, c), lambda c: m.prefill([1], c)):
+            with refused(empty, lk.GraphError, *words):
+                call(empty)
 
 
-@pytest.mark.parametrize("dtype", ["i64", "u8", "f8_e4m3"])
+UNUSABLE = ["bool", "i8", "u8", "i32", "u32", "i64", "f8_e4m3", "f8_e5m2", "f64"]
+
+
+@pytest.mark.parametrize("dtype", UNUSABLE)
 def test_a_cache_that_attention_cannot_read_is_refused(dtype):
     m = model()
-    cache = m.new_cache(8, dtype=dtype)
-    with refused(cache, lk.LazyKvError):
-        m.decode_step(1, cache)
+    cache = lk.KvCache.with_capacity(2, 2, 8, 8, dtype)
+    for call in (lambda: m.decode_step(1, cache), lambda: m.prefill([1], cache)):
+        with refused(cache, lk.DTypeError, f"got rows of {dtype}, need f32, f16 or bf16"):
+            call()
+
+
+@pytest.mark.parametrize("dtype", UNUSABLE)
+@pytest.mark.parametrize("verb", ["new_cache", "full_cache", "new_pool"])
+def test_no_rows_are_made_that_attention_cannot_read(verb, dtype):
+    made = lk.stats().allocations
+    with pytest.raises(lk.DTypeError, match=f"{verb}: got rows of {dtype}, need f32, f16 or bf16"):
+        getattr(model(), verb)(8, dtype=dtype)
+    assert lk.stats().allocations == made
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_an_open_step_is_not_dropped(window):
+    """Its rows would be at the same place as those of the prompt."""
+    m = model(sliding_window=window)
+    cache = m.new_cache(8)
+    row = np.ones((1, 2, 1, 8), np.float32)
+    cache.append(0, row, row)
+    for call in (
+        lambda: m.prefill([1, 2], cache), lambda: m.decode_step(1, cache),
+        lambda: m.score([1, 2], cache), lambda: speculate(m, [1], PromptLookup(), cache=cache),
+    ):  # fmt: skip
+        with refused(cache, lk.GraphError, "got an open step of 1 rows", "abort_step()"):
+            call()
+    cache.append(1, row, row)
+    assert len(cache) == 1
+    m.decode_step(1, cache)
+    assert len(cache) == 2
 
 
 @pytest.mark.parametrize("failing", range(3))

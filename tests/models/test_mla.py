@@ -226,8 +226,32 @@ def test_caches_of_another_geometry_are_refused() -> None:
             m.decode_step(1, cache)
     cleared = m.new_cache(4)
     cleared.clear()
-    with refused(cleared, lk.GraphError, "got a cache without storage"):
+    with refused(cleared, lk.GraphError, "decode_step: got a cleared cache", "reset()"):
         m.decode_step(1, cleared)
+
+
+def test_an_open_step_is_not_dropped() -> None:
+    m = model()
+    cache = m.new_cache(8)
+    row = [np.ones((1, 10), np.float32), np.ones((1, 4), np.float32)]
+    cache.append(0, *row)
+    for call in (lambda: m.prefill([1, 2], cache), lambda: m.decode_step(1, cache)):
+        with refused(cache, lk.GraphError, "got an open step of 1 rows", "abort_step()"):
+            call()
+    cache.append(1, *row)
+    m.decode_step(1, cache)
+    assert len(cache) == 2
+
+
+@pytest.mark.parametrize("dtype", ["bool", "i8", "i64", "f8_e4m3", "f8_e5m2", "f64"])
+def test_rows_that_attention_cannot_read_are_refused(dtype: str) -> None:
+    m, made = model(), lk.stats().allocations
+    with pytest.raises(lk.DTypeError, match=f"new_cache: got rows of {dtype}, need f32, f16 or"):
+        m.new_cache(8, dtype)
+    assert lk.stats().allocations == made
+    cache = lk.LatentKvCache.with_capacity(2, 4, [(10,), (4,)], dtype)
+    with refused(cache, lk.DTypeError, f"decode_step: got rows of {dtype}"):
+        m.decode_step(1, cache)
 
 
 def test_a_prompt_that_fails_midway_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:

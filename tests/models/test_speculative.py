@@ -161,7 +161,7 @@ def test_bad_arguments_are_refused_before_the_first_token(change, error):
 
 
 def test_a_lookup_without_an_ngram_is_refused():
-    with pytest.raises(lk.RangeError, match="got ngram 0, need at least 1"):
+    with pytest.raises(lk.RangeError, match="got ngram 0, need 1 <= ngram"):
         PromptLookup(0)
 
 

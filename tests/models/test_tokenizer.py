@@ -1,5 +1,6 @@
 """Tokenizer calls and streamed decoding, on the real byte-level vocabulary and a small one."""
 
+import copy
 import random
 
 import numpy as np
@@ -97,6 +98,24 @@ def test_values_of_other_types_are_refused():
     for text in (None, b"a", ["a"], "\ud800"):
         with pytest.raises(DTypeError, match=r"Tokenizer\.encode"):
             SPM.encode(text)
-    for ids in ([1.5], ["a"], [None]):
-        with pytest.raises(DTypeError, match="need a token id"):
-            SPM.decode(ids)
+        with pytest.raises(DTypeError, match=r"Tokenizer\.token_id"):
+            SPM.token_id(text)
+    for ids in ([1.5], ["a"], [None], [True], None, 5, b"a", "a"):
+        for verb in ("decode", "with_bos"):
+            with pytest.raises(DTypeError, match=rf"Tokenizer\.{verb}: got"):
+                getattr(SPM, verb)(ids)
+    for id_ in (1.5, "a", None, True):
+        for call in (SPM.token_text, SPM.is_special, SPM.stream().push):
+            with pytest.raises(DTypeError, match="Tokenizer"):
+                call(id_)
+
+
+def test_a_copied_stream_goes_on_by_itself():
+    """Also from the middle of a character."""
+    first, *rest = SPM.encode("é")
+    assert rest
+    stream = SPM.stream()
+    stream.push(first)
+    other = copy.copy(stream)
+    assert "".join(map(stream.push, rest)) + stream.finish() == "é"
+    assert "".join(map(other.push, rest)) + other.finish() == "é"

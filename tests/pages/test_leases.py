@@ -1,5 +1,7 @@
 """What a lookup hands out, and what the index tells of itself (POOL-8)."""
 
+import copy
+
 import pytest
 from pool_state import DictPool, published, refs, refused
 
@@ -44,6 +46,37 @@ def test_a_lease_ends_once_and_is_of_its_pool():
     with pool.lookup([1, 2]) as inside:
         inside.release()
     assert (inside.is_open, refs(pool)) == (False, [0, 0, 0, 0])
+
+
+def test_a_lease_is_one_however_many_names_it_has():
+    pool = DictPool(4, 2)
+    published(pool, [1, 2])
+    lease = pool.lookup([1, 2])
+    twin = copy.copy(lease)
+    assert copy.deepcopy([lease])[0] is twin is lease
+    twin.release()
+    with refused(pool, lk.StaleHandle, "released"):
+        lease.release()
+    assert refs(pool) == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("after", "error"), [("x", lk.DTypeError), (None, lk.DTypeError), (-1, lk.RangeError)]
+)
+def test_events_are_asked_for_by_number(after, error):
+    with refused(DictPool(2, 2), error, "events: got after"):
+        DictPool(2, 2).events(after)
+
+
+def test_a_salt_is_bytes():
+    pool = DictPool(2, 2)
+    s = pool.open()
+    for who, call in (
+        ("lookup", pool.lookup),
+        ("publish", lambda *a, **o: pool.publish(s, *a, **o)),
+    ):
+        with refused(pool, lk.DTypeError, f"{who}: got salt str, need bytes"):
+            call([1, 2], salt="a")
 
 
 def test_lookups_leave_no_holders_behind_l10():

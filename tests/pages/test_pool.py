@@ -1,6 +1,7 @@
 """The verbs of a pool's sequences and what they count (POOL-1, POOL-2, POOL-8)."""
 
 import copy
+import pickle
 import random
 import threading
 
@@ -51,6 +52,22 @@ def test_a_pool_that_has_no_addresses_is_refused():
         lk.KvGeometry(1, 2**61, 2, 2, 1, 1)
     with pytest.raises(lk.PoolError, match="KvGeometry"):
         lk.KvBlockPool((1, 4, 2, 1, 1, 1))
+
+
+def test_blocks_that_were_never_taken_cost_nothing():
+    pool = lk.KvBlockPool(lk.KvGeometry(1, 2**60, 1, 1, 1, 1))
+    a, b = pool.open(), pool.open()
+    assert [pool.append(s, n) for s, n in ((a, 2), (b, 2))] == [[0, 1], [2, 3]]
+    pool.discard(a)
+    assert pool.append(b, 3) == [0, 1, 4]
+    pool.truncate(b, 4)
+    assert pool.append(b, 2) == [4, 5]
+    assert (pool.free_blocks(), pool.capacity()) == (2**60 - 6, 2**60)
+    assert pool.kv_bytes_resident() == 6 * pool.geometry.block_bytes
+    assert [pool.block_refcount(n) for n in (5, 6, 2**60 - 1)] == [1, 0, 0]
+    pool.check()
+    with refused(pool, lk.OutOfBlocks, f"got {2**60 - 6} free blocks, need {2**60 - 5}"):
+        pool.append(b, 2**60 - 5)
 
 
 # Growing and shortening
@@ -106,6 +123,9 @@ def test_blocks_required_needs_no_session():
     assert pool.blocks_required(3, 10) == 3
     assert pool.blocks_required_batch([(0, 1), (3, 1), (4, 9)]) == 4
     assert pool.blocks_required_batch([]) == 0
+    for bad in (None, 5, [None], [(1,)], "ab"):
+        with refused(pool, lk.DTypeError, "blocks_required_batch: got", "need pairs (filled, n)"):
+            pool.blocks_required_batch(bad)
     for filled, n in ((-1, 1), (1, -1)):
         with pytest.raises(lk.RangeError, match="blocks_required"):
             pool.blocks_required(filled, n)
@@ -306,10 +326,12 @@ def broken(damage: str) -> DictPool:
     "pass",
     "blocks.refs[0] += 1",
     "blocks.refs[0] -= 1",
-    "blocks.refs[5] = -1",
+    "blocks.refs[2] = -1",
+    "blocks.refs.append(0)",
+    "blocks.num_blocks = 2",
     "blocks._unused.append(0)",
     "blocks._unused.pop()",
-    "blocks._cached[5] = None; blocks._unused.remove(5)",
+    "blocks._cached[2] = None; blocks._unused.remove(2)",
     "blocks._unused.append(0); blocks.refs[0] = 0; seq.table[0] = 1; blocks.refs[1] = 2",
     "seq.filled = 5",
     "seq.table.pop()",
@@ -427,3 +449,15 @@ def test_threads_share_a_pool():
         pool.discard(s)
     assert pool.free_blocks() == 40
     assert geometry(40, 2) == pool.geometry
+
+
+# One pool, one object
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_second_object_for_the_same_blocks_is_refused(way):
+    pool = DictPool(4, 2)
+    s = session(pool, 3)
+    with refused(pool, lk.PoolError, "DictPool(4 blocks", "got a copy or a pickle"):
+        way(pool)
+    assert pool.append(s, 2) == [2]

@@ -7,6 +7,26 @@ import lazykv as lk
 from lazykv.ids import FenceId
 
 
+@pytest.mark.parametrize("verb", ["begin_step", "step_required"])
+def test_a_step_is_of_several_sessions(verb):
+    pool = DictPool(6, 2)
+    s = session(pool, 3)
+    for bad in (None, 5, s):
+        with refused(pool, lk.DTypeError, f"{verb}: got {bad!r}, need a list of sessions"):
+            getattr(pool, verb)(bad, 1)
+    with refused(pool, lk.RangeError, f"{verb}: got n -1"):
+        getattr(pool, verb)([s], -1)
+
+
+def test_sessions_of_a_step_may_come_one_by_one():
+    pool = DictPool(6, 2)
+    given = [session(pool, 3), session(pool, 2)]
+    assert pool.step_required(iter(given), 1) == 1
+    step = pool.begin_step(iter(given), 1)
+    assert step.sessions == tuple(given)
+    pool.end_step(step)
+
+
 def test_a_step_makes_room_for_all_or_none():
     pool = DictPool(5, 2)
     a, b = session(pool, 2), session(pool, 3)

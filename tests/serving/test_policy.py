@@ -166,6 +166,9 @@ FIRST = {
         lambda view: Decision(admit=(view.waiting[0].id,) * 2),
         lk.RangeError, "got admit .* need different ids",
     ),
+    "no ids": (lambda view: Decision(admit=5), lk.DTypeError, "got admit 5, need a tuple of requ"),
+    "lists": (lambda view: Decision(admit=([],)), lk.DTypeError, r"got admit \(\[\],\), need"),
+    "nobody's": (lambda view: Decision(preempt=None), lk.DTypeError, "got preempt None, need"),
     "a stranger": (lambda view: Decision(admit=(10**9,)), lk.RangeError, "got admit"),
     "preempting one that waits": (
         lambda view: Decision(preempt=(view.waiting[0].id,)), lk.RangeError, "got preempt",

@@ -1,5 +1,6 @@
 """Streaming, cancelling and submitting, from one thread and from many."""
 
+import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -161,6 +162,12 @@ def test_a_stream_gets_its_pieces_while_another_thread_runs_on_and_on(model):
             given.release()
         running.result()
     a.check(request)
+
+
+def test_a_copied_request_is_the_same(model):
+    engine = Engine(model, model.new_pool(20, 4))
+    request = engine.submit(tokens(5, 1), 3)
+    assert copy.copy(request) is copy.deepcopy([request])[0] is request
 
 
 def test_cancelled_before_anything_ran(model):

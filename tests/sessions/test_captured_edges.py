@@ -17,6 +17,7 @@ from lazykv.backends.sim import SimBackend
 from lazykv.models.model import HELD_PLANS, LlamaModel, captures
 from lazykv.sessions.captured import CapturedDecodeSession
 from lazykv.sessions.decode import DecodeSession
+from lazykv.sessions.rebind import Dropped
 
 PLACE = lk.DeviceLocation("sim:0")
 
@@ -386,6 +387,83 @@ def test_a_retired_session_runs_plainly(sim, model):
         got.append(token(model, session, cache, v))
         assert not session.captured
     assert same(got, want)
+
+
+def retired_by_itself(model, cache, session) -> None:
+    session.retire()
+
+
+def dropped(model, cache, session) -> None:
+    ctx = lk.InferenceContext(PLACE)
+    ctx.put_decode_session(session)
+    assert ctx.refresh(new_cache(model, 32), model_key=model.model_key) == Dropped
+
+
+def cleared(model, cache, session) -> None:
+    ctx = lk.InferenceContext(PLACE)
+    ctx.put_decode_session(session)
+    ctx.clear_persistent()
+
+
+def replaced(model, cache, session) -> None:
+    ctx = lk.InferenceContext(PLACE)
+    ctx.put_decode_session(session)
+    ctx.put_decode_session(held_by(model, new_cache(model)))
+
+
+@pytest.mark.parametrize("end", [retired_by_itself, dropped, cleared, replaced])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_retired_session_says_so_for_good(sim, model, end, tokens):
+    """Also before it has recorded, after a re-bind, and when a context holds it again."""
+    cache, other, want = new_cache(model), new_cache(model), plain_steps(model, 5)
+    session = held_by(model, cache)
+    got = [token(model, session, cache, v) for v in range(tokens)]
+    assert session.reason is None
+    end(model, cache, session)
+    assert "got a session that was retired" in session.reason
+    got += [token(model, session, cache, v) for v in range(tokens, 5)]
+    assert session.rebind_kv(other) is None
+    lk.InferenceContext(PLACE).put_decode_session(session)
+    again = [token(model, session, other, v) for v in range(5)]
+    assert same(got, want)
+    assert same(again, want)
+    assert (session.captured, session.captures) == (False, int(tokens > 1))
+    assert "got a session that was retired" in session.reason
+
+
+def test_taking_a_session_out_of_a_context_keeps_its_recording(sim, model):
+    ctx, cache = lk.InferenceContext(PLACE), new_cache(model)
+    session = recorded(model, cache, ctx)
+    assert ctx.take_decode_session() is session
+    token(model, session, cache, 3)
+    assert (session.captured, session.reason) == (True, None)
+
+
+def test_a_retired_session_that_was_short_of_memory_does_not_record_after_a_rebind(sim, model):
+    cache, other = new_cache(model), new_cache(model)
+    session = held_by(model, cache)
+    token(model, session, cache, 0)
+    sim.limit_bytes = sim.used_bytes(PLACE)
+    token(model, session, cache, 1)
+    assert "no memory" in session.reason
+    sim.limit_bytes = None
+    session.retire()
+    assert session.rebind_kv(other) is None
+    for v in range(3):
+        token(model, session, other, v)
+    assert (session.captures, session.captured) == (0, False)
+    assert "was retired" in session.reason
+
+
+def test_a_source_that_is_none_leaves_the_recording(sim, model):
+    cache = new_cache(model)
+    session = held_by(model, cache)
+    for v in range(3):
+        token(model, session, cache, v)
+    for source in (None, model, "x"):
+        with pytest.raises(lk.BindingError):
+            session.rebind_kv(source)
+    assert (session.captured, session.captures) == (True, 1)
 
 
 def test_a_retired_paged_session_runs_plainly(sim, model):

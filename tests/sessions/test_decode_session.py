@@ -41,7 +41,8 @@ def test_nothing_is_planned_from_the_second_token_on(make):
         before.plan_cache_hits,
     )
     assert after.allocations == before.allocations
-    assert after.kernels_run == before.kernels_run + 15 * len(session.plan.steps)
+    kernels = sum(s.kernel is not None for s in session.plan.steps)
+    assert after.kernels_run == before.kernels_run + 15 * kernels
     assert (session.plan.id, session.node_count) == (plan, nodes)
     assert session.realize_count == session.plan.runs == 16
     assert session.node_count == len(session.plan.program.nodes) > 0

@@ -376,10 +376,10 @@ def bad_data(good: dict[str, Any]) -> list[tuple[Any, Any, str]]:
         (
             {**good, "q": good["q"][:, :1]},
             lk.BindingError,
-            "q: got f32[4,1,1,4], need f32[4,2,1,4]",
+            "q: got f32[2,1,1,4], need f32[2,2,1,4]",
         ),
         ({**good, "q": good["q"].astype("f8")}, lk.BindingError, "never cast"),
-        ({**good, "numbers": np.array([1, 2])}, lk.BindingError, "got i64[4], need f32[4]"),
+        ({**good, "numbers": np.array([1, 2])}, lk.BindingError, "got i64[2], need f32[2]"),
         ({**good, "q": None}, lk.LazyKvError, ""),
         (None, lk.BindingError, "got data NoneType, need a mapping"),
         ([1, 2], lk.BindingError, "got data list, need a mapping"),
@@ -402,6 +402,49 @@ def test_bad_data_is_refused_and_nothing_changes(make, case):
     assert tables(pool) == before
     assert (read(pool, a), read(pool, b), session.realize_count) == ([1, 2], [5, 6, 7], 0)
     check(pool, session.step([a, b], data(pool, [3], [8])), [1, 2, 3], [5, 6, 7, 8])
+
+
+@pytest.mark.parametrize(
+    "sessions", [None, "ab", b"ab", 3, {}, {1}, lk.SessionHandle(), np.ones(2)]
+)
+def test_sessions_are_a_list_of_handles(make, sessions):
+    pool = make(24, 2)
+    session = hold(pool)
+    a, called = opened(pool, [1, 2]), []
+    with refused(pool, lk.PoolError, "step: got sessions", "need a list of handles"):
+        session.step(sessions, data(pool, [3]))
+    with refused(pool, lk.PoolError, "step: got sessions SessionHandle"):
+        session.step(a, called.append)
+    assert (called, session.realize_count) == ([], 0)
+    check(pool, session.step((a,), data(pool, [3])), [1, 2, 3])
+
+
+def test_what_was_given_is_named_and_not_what_fills_up_the_batch(make):
+    """A batch of 4, of which one sequence is stepped."""
+    pool = make(24, 2)
+    session, good = hold(pool), data(pool, [3])
+    a = opened(pool, [1, 2])
+    for q, error, words in (
+        (good["q"].astype("f8"), lk.BindingError, "q: got f64[1,2,1,4], need f32[1,2,1,4]"),
+        (good["q"][:, :1], lk.BindingError, "q: got f32[1,1,1,4], need f32[1,2,1,4]"),
+        (good["q"][0], lk.ShapeError, "got shape [2, 1, 4], need 1 on the first axis"),
+    ):
+        with refused(pool, error, words):
+            session.step([a], {**good, "q": q})
+    check(pool, session.step([a], good), [1, 2, 3])
+
+
+@pytest.mark.parametrize("other", [None, "x", 3])
+def test_validity_needs_a_pool(make, other):
+    pool = make(8, 2)
+    session = hold(pool)
+    for verb in (session.validity_for, session.is_valid_for, session.differences):
+        with pytest.raises(lk.BindingError, match="need a cache"):
+            verb(other, model_key=("m",))
+        with pytest.raises(lk.GraphError, match="model_key"):
+            verb(pool, model_key=["m"])
+        with pytest.raises(lk.RangeError, match="got seq 0"):
+            verb(pool, seq=0, model_key=("m",))
 
 
 def test_names_that_the_step_does_not_take_are_ignored(make):

@@ -163,3 +163,59 @@ class CopiesOfBlocksGoMissing(Cpu):
     def run(self, inner, call):
         if len(call.op.starts) != 4 or call.op.widths[0] != 1 or isinstance(call.op.starts[0], int):
             go(inner, call)
+
+
+@caught("core/test_attention.py", "test_op[ring_batch-f32-broadcast]", "ring_batch-f32")
+class RingsTakeNoStrideOfZero(Cpu):
+    """Sequences of one and the same queries."""
+
+    ops = (RingAttention,)
+
+    def change(self, call):
+        q = call.ins[0]
+        if len(q) > 1 and not q.strides[0]:
+            raise ValueError("got a stride of 0, need one of a row at least")
+        return call
+
+
+# Nothing to compute, or nothing to compute it from
+
+
+class FailsWithoutElements(Cpu):
+    """As a launch of no threads does."""
+
+    def run(self, inner, call):
+        if not call.out.size:
+            raise ValueError("got a grid of 0 blocks, need 1")
+        go(inner, call)
+
+
+@caught("core/test_attention.py", "test_op[ring_first-f32-empty]", "ring_first-f32")
+class RingsFailWithoutElements(FailsWithoutElements):
+    ops = (RingAttention,)
+
+
+@caught("core/test_attention.py", "test_op[latent-f32-empty]", "latent-f32")
+class LatentFailsWithoutElements(FailsWithoutElements):
+    ops = (LatentAttention,)
+
+
+class NothingIsNan(Cpu):
+    """Divides by the weights of no rows."""
+
+    rows = 1
+
+    def run(self, inner, call):
+        go(inner, call)
+        if not call.ins[self.rows].shape[-2]:
+            call.out[...] = np.nan
+
+
+@caught("core/test_attention.py", "test_op[attention_no_rows-f32-", "attention_no_rows-f32")
+class AttentionOfNoRowsIsNan(NothingIsNan):
+    ops = (Attention,)
+
+
+@caught("core/test_attention.py", "test_op[latent_no_rows-f32-", "latent_no_rows-f32")
+class LatentAttentionOfNoRowsIsNan(NothingIsNan):
+    ops, rows = (LatentAttention,), 2

@@ -8,6 +8,21 @@ from broken_backends import Sim, caught
 from lazykv.backends.sim import SimCapture
 from lazykv.errors import LazyKvError, RangeError
 
+OF_ITS_OWN = "test_every_location_records_and_replays_its_own_work"
+
+
+@caught("capture/test_replay.py", OF_ITS_OWN, "location")
+class RecordsOnTheFirstDevice(Sim):
+    def capture(self, location, calls):
+        return super().capture(self.locations()[0], calls)
+
+
+@caught("capture/test_replay.py", OF_ITS_OWN, "location")
+class ReplaysOnTheFirstDevice(Sim):
+    def capture(self, location, calls):
+        made = super().capture(location, calls)
+        return SimCapture(self.stream(self.locations()[0]), made.work)
+
 
 class WhileRecording(Sim):
     """Some of what a capture must refuse is done at once."""

@@ -75,3 +75,6 @@ def test_the_report_says_what_was_tested(report):
     assert report["backend"]["api_version"] == 1
     assert report["device"] == report["devices"][0]
     assert report["backend"]["package"] is None
+    assert report["backend"]["facts"].keys() == {"blas"}
+    assert report["backend"]["facts_left_out"] == []
+    assert report["cpu"].strip()

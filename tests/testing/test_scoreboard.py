@@ -41,7 +41,7 @@ def test_rows_are_levels_and_columns_reports(reports):
     rows = [[c.strip() for c in line.strip("|").split("|")] for line in table.splitlines()]
     assert rows[0] == ["level", "broken on broken:0", "broken on broken:0"]
     assert [r[0] for r in rows] == [
-        "level", "---", "session", "interop", "all", "declares", "made with",
+        "level", "---", "session", "interop", "all", "declares", "runs on", "made with",
     ]  # fmt: skip
     assert {len(r) for r in rows} == {3}
     assert rows[2][1].endswith("passed")
@@ -67,8 +67,8 @@ def refused(path: Path) -> str:
         ("{", "need a report"),
         ("[]", "is not of type 'object'"),
         ("[" * 100_000, "need a report"),
-        ('{"schema": "lazykv.conformance/0"}', "need a report of lazykv.conformance/1"),
-        ('{"schema": "lazykv.conformance/1"}', "need a report of lazykv.conformance/1"),
+        ('{"schema": "lazykv.conformance/1"}', "need a report of lazykv.conformance/2"),
+        ('{"schema": "lazykv.conformance/2"}', "need a report of lazykv.conformance/2"),
         ('{"duration_s": NaN}', "NaN for a number"),
     ],
 )
@@ -82,6 +82,8 @@ def test_a_file_that_is_no_report_is_refused(tmp_path, text, words):
     ("change", "words"),
     [
         (lambda r: r.pop("backend"), "'backend' is a required property at $"),
+        (lambda r: r["backend"].update(facts={"gpu": 1}), "at $.backend.facts.gpu"),
+        (lambda r: r.pop("cpu"), "'cpu' is a required property at $"),
         (lambda r: r.update(counts=[]), "at $.counts"),
         (lambda r: r["counts"]["session"].pop("failed"), "'failed' is a required"),
         (lambda r: r["counts"].update(future=r["counts"]["session"]), "'future'"),
@@ -109,7 +111,8 @@ def test_words_of_a_report_are_no_markup(reports, tmp_path):
     found = json.loads(reports[1].read_text())
     found["backend"] |= {"name": "ev|il", "package": {"name": "p|q\n\n# H", "version": "<b>1</b>"}}
     found["backend"]["capabilities"]["a|b"] = True
-    found |= {"device": "d|e", "stale_xfails": ["a`b\n# c"]}
+    found["backend"] |= {"facts": {"g|pu": "x*y"}, "facts_left_out": ["a|b", "c"]}
+    found |= {"device": "d|e", "cpu": "c|pu", "stale_xfails": ["a`b\n# c"]}
     found["versions"]["numpy"] = "2|\x1b[31m\ud800"
     (first, *_) = (t for t in found["tests"] if t["outcome"] == "failed")
     first |= {"id": "session/`` x", "reason": "boom `x` <script>alert(1)</script> | *pipe*\n# H"}
@@ -121,7 +124,8 @@ def test_words_of_a_report_are_no_markup(reports, tmp_path):
     rows = table.splitlines()
     assert {line.replace("\\|", "").count("|") for line in rows} == {4}
     assert rows[0].endswith(r"| ev\|il (p\|q # H &lt;b&gt;1&lt;/b&gt;) on d\|e |")
-    assert r"host_memory, a\|b |" in rows[-2]
+    assert r"host_memory, a\|b |" in rows[-3]
+    assert r"| g\|pu x\*y, 2 facts left out, c\|pu |" in rows[-2]
     assert "numpy 2\\|\ufffd\\[31m\ufffd, " in rows[-1]
     shown = r"boom \`x\` &lt;script&gt;alert(1)&lt;/script&gt; \| \*pipe\*"
     assert f"\n- ``` session/`` x ```: {shown}\n" in failures

@@ -28,6 +28,9 @@ class StrictBackend(Backend):
     def locations(self) -> tuple[DeviceLocation, ...]:
         return tuple(DEVICES)
 
+    def facts(self, location: DeviceLocation) -> dict[str, str]:
+        return {"array_api_strict": strict.__version__}
+
     def allocate(self, nbytes: int, location: DeviceLocation) -> StrictArray:
         block = Block(nbytes, location)
         self._blocks.add(block)

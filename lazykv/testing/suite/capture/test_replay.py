@@ -14,7 +14,7 @@ from lazykv.testing.compare import check_bits
 from lazykv.testing.golden import Array
 from lazykv.testing.held import Held, bytes_of
 from lazykv.testing.paging import PagedHeld
-from lazykv.testing.queued import Queued
+from lazykv.testing.queued import Queued, adder, full
 from lazykv.testing.target import Target
 
 ROWS = 5
@@ -143,6 +143,25 @@ def test_a_recording_keeps_what_it_uses(target: Target) -> None:
     out = made.run({inputs["row"]: row(7), inputs["at"]: np.array(1)})
     check_bits("the row that was written", out[0], row(7))
     check_bits("what was computed", out[1], row(14))
+
+
+def test_every_location_records_and_replays_its_own_work(target: Target) -> None:
+    target.need_capture()
+    target.need("f32")
+    backend, places = target.backend, (target.other_location(), target.location)
+    ends = {place: [target.storage(full(n), place) for n in (1, 0)] for place in places}
+    recorded = {}
+    for place, (source, dest) in ends.items():
+        work = adder(source, dest)
+        work.give()
+        backend.copy_in(source.array, full(3))
+        recorded[place] = backend.capture(place, work.steps)
+        check_bits(f"{place} after a capture and before a replay", dest.to_numpy(), full(2))
+    for n in (5, 7):
+        for k, (place, (source, dest)) in enumerate(ends.items()):
+            backend.copy_in(source.array, full(n + 10 * k))
+            recorded[place].replay()
+            check_bits(f"{place} after a replay", dest.to_numpy(), full(n + 10 * k + 1))
 
 
 def test_two_recordings_take_turns(target: Target) -> None:

@@ -1,5 +1,6 @@
 """Attention over the live rows of caches: linear, rings, and latent rows."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from lazykv.functions import attention, latent_attention, ring_attention
 from lazykv.graph import Tensor
+from lazykv.spec import Shape
 from lazykv.symbols import Sym
 from lazykv.testing import reference
 from lazykv.testing.golden import (
@@ -57,11 +59,19 @@ def case(
         own = extra[0] if mask is not None else None
         return reference.attention(q, k, v, length=n, mask=own, **options)
 
-    empty = ((0, *shapes[0][1:]), (0, *shapes[1][1:]), (0, *shapes[2][1:]))
     return Case(
         name, build, want, tuple(operands), MIXED if q_dtype else FLOATS,
-        empty if len(operands) == 3 else None, env={N: n - 1},
+        no_result(operands) if mask is None else None, env={N: n - 1},
     )  # fmt: skip
+
+
+def no_result(operands: Sequence[Operand]) -> tuple[Shape, ...]:
+    """Shapes of q, k, v and perhaps a length, of which the result has no element: no batch, or no
+    queries where there are several."""
+    q, *others = (o.shape for o in operands)
+    if q[2] > 1:
+        return ((*q[:2], 0, q[3]), *others)
+    return tuple((0, *shape[1:]) if shape else shape for shape in (q, *others))
 
 
 def flags(*shape: int) -> Maker:
@@ -107,6 +117,7 @@ LINEAR = [
     case("attention_one_row", alive=1, by="tensor"),
     case("attention_all_rows", alive=7, by="tensor"),
     case("attention_none_live", alive=0, by="tensor", causal=False),
+    case("attention_no_rows", rows=0, causal=False),
     case("attention_bool_mask", rows=5, queries=3, causal=False,
          mask=((1, 4, 3, 5), "bool", flags(1, 4, 3, 5))),
     case("attention_bool_mask_broadcast", rows=5, batch=2, queries=3,
@@ -131,7 +142,7 @@ LINEAR = [
 
 def ring(
     name: str, *, length: int, rows: int = 6, window: int = 4, sinks: int = 0, queries: int = 1,
-    by: str = "tensor", q_dtype: str | None = None,
+    batch: int = 1, by: str = "tensor", q_dtype: str | None = None,
 ) -> Case:  # fmt: skip
     """Ring attention; slots that nobody may look at hold NaN."""
     recent = range(max(0, length - queries + 1 - window), length)
@@ -143,9 +154,10 @@ def ring(
         out[:, :, hidden] = np.nan
         return out
 
-    kv = Operand((1, 2, rows, 8), make=make, plain=True)
-    operands = (Operand((1, 4, queries, 8), q_dtype), kv, kv)
-    extra = (Operand((), "i64", given(length)),) if by == "tensor" else ()
+    kv = Operand((batch, 2, rows, 8), make=make, plain=True)
+    operands = [Operand((batch, 4, queries, 8), q_dtype), kv, kv]
+    if by == "tensor":
+        operands.append(Operand((), "i64", given(length)))
 
     def build(q: Tensor, k: Tensor, v: Tensor, *n: Tensor) -> Tensor:
         return ring_attention(q, k, v, length=n[0] if n else N + 1, window=window, sinks=sinks)
@@ -154,7 +166,7 @@ def ring(
         name, build,
         lambda q, k, v, *n: reference.ring_attention(
             q, k, v, length=length, window=window, sinks=sinks),
-        (*operands, *extra), MIXED if q_dtype else FLOATS, env={N: length - 1},
+        tuple(operands), MIXED if q_dtype else FLOATS, no_result(operands), env={N: length - 1},
     )  # fmt: skip
 
 
@@ -165,6 +177,7 @@ RINGS = [
     ring("ring_wrapped", length=9),
     ring("ring_far", length=1_000_003),
     ring("ring_by_symbol", length=9, by="symbol"),
+    ring("ring_batch", length=9, batch=2, queries=2),
     ring("ring_queries", length=9, queries=3),
     ring("ring_queries_filling", length=4, queries=3, by="symbol"),
     ring("ring_sinks_filling", length=2, rows=7, sinks=2),
@@ -187,6 +200,7 @@ def latent(
     ]  # fmt: skip
     if by == "tensor":
         operands.append(Operand((), "i64", given(n)))
+    empty = ((1, 4, 0, 8), (1, 4, 0, 4), *(o.shape for o in operands[2:]))
 
     def build(q: Tensor, qr: Tensor, c: Tensor, r: Tensor, *extra: Tensor) -> Tensor:
         length = {"number": alive, "symbol": N + 1, "tensor": extra[0] if extra else None}[by]
@@ -196,7 +210,7 @@ def latent(
         name, build,
         lambda q, qr, c, r, *_: reference.latent_attention(
             q, qr, c, r, scale=0.3, length=n, causal=causal),
-        tuple(operands), MIXED if q_dtype else FLOATS, env={N: n - 1},
+        tuple(operands), MIXED if q_dtype else FLOATS, empty, env={N: n - 1},
     )  # fmt: skip
 
 
@@ -207,6 +221,7 @@ LATENT = [
     latent("latent_live_by_number", alive=4),
     latent("latent_live_by_symbol", alive=4, by="symbol", queries=2),
     latent("latent_live_by_tensor", alive=4, by="tensor"),
+    latent("latent_no_rows", rows=0, causal=False),
     latent("latent_f32_on_16_bit", alive=5, by="tensor", q_dtype="f32"),
 ]
 
