@@ -228,17 +228,17 @@ def test_a_rebound_plan_runs_on_the_new_rows_only(device: Any, trailing: Any) ->
     session = step.session(a)
     for seed in (1, 2, 3):
         run(session, step, a, seed)
+    want, last = solo(trailing, [7, 8]), solo(trailing, [1, 2, 3, 4])[3]
     before, plans = state(a), lk.stats().plans_built
     assert session.validity_for(b, **KEY) is AllocationChanged
     assert session.rebind_kv(b) is None
     assert (session.alloc_id, session.validity_for(b, **KEY)) == (b.alloc_id(), Valid)
     assert session.validity_for(a, **KEY) is AllocationChanged
-    want = solo(trailing, [7, 8])
     for seed, out in zip((7, 8), want, strict=True):
         np.testing.assert_array_equal(run(session, step, b, seed), out)
     assert state(a) == before
     assert session.rebind_kv(a) is None
-    np.testing.assert_array_equal(run(session, step, a, 4), solo(trailing, [1, 2, 3, 4])[3])
+    np.testing.assert_array_equal(run(session, step, a, 4), last)
     assert lk.stats().plans_built == plans
 
 
