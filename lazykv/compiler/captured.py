@@ -27,15 +27,12 @@ class CapturedCalls:
     each replay.
     """
 
-    def __init__(
-        self, program: Program, registers: Registers, symbols: Sequence[Sym],
-        storages: Sequence[Storage | None],
-    ) -> None:  # fmt: skip
+    def __init__(self, program: Program, registers: Registers, symbols: Sequence[Sym]) -> None:
         place = _check(program, symbols)
         self._backend = device(place).backend
+        # A recording does not keep memory alive. Registers do: the arenas, and views of all that is
+        # bound until other memory is, when the recording is dropped.
         self._registers = registers
-        # A recording does not keep memory alive: this does.
-        self._kept = (registers, tuple(storages))
         self._results = [Storage.allocate(s.shape, s.dtype, place) for s in program.results]
         calls: list[Step] = []
         for n, step in enumerate(program.steps):

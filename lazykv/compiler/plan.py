@@ -266,9 +266,7 @@ class Plan:
         """`capture`, for the thread that has the plan to itself already."""
         self.check_topology()
         self.resolve()
-        self._captured = CapturedCalls(
-            self.program, self._registers, self.symbols, self._bound.storages
-        )
+        self._captured = CapturedCalls(self.program, self._registers, self.symbols)
 
     def drop_capture(self) -> None:
         """Walk the calls again from the next pass on."""

@@ -8,6 +8,7 @@ import pytest
 from captured_steps import check_paged, check_replays
 from cuda_cpu import needs_compiler
 from fake_cupy.machine import machine
+from recordings import replayed_alone
 from small_llama import small_llama
 
 import lazykv as lk
@@ -187,3 +188,8 @@ def test_the_work_of_other_threads_is_not_recorded(cuda: CudaBackend) -> None:
     cuda.copy_in(store.array, one * 2)
     capture.replay()
     assert store.to_numpy().tolist() == [2, 2]  # and is not part of the recording
+
+
+def test_a_recording_keeps_what_it_uses(cuda: CudaBackend) -> None:
+    got, want = replayed_alone("cuda:0")
+    assert got == want
