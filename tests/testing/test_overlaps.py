@@ -31,12 +31,12 @@ def test_operands_share_elements(case: Case) -> None:
         windows = [run[n] for run in runs for n in found.operands]
         assert len(windows) > 1
         assert all(w.base is windows[0].base for w in windows)
-        for a, b in pairwise(windows):
+        for a, b in pairwise(w for w in windows if w.value.size):
             assert np.shares_memory(a.value, b.value)
         for run in runs:
             for o, p in zip(case.operands, run, strict=True):
                 assert p.value.shape == o.shape
-                assert np.shares_memory(p.look(p.base), p.value)
+                assert np.shares_memory(p.look(p.base), p.value) == bool(p.value.size)
 
 
 def test_all_cases_have_it_but_those_whose_values_are_given() -> None:
