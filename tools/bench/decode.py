@@ -232,8 +232,7 @@ class Peer:
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
         )
-        if self._answer() != "ready":
-            raise RuntimeError(f"{name}: the worker did not start")
+        self.ready = self._answer() == "ready"
 
     def _answer(self) -> str:
         assert self.process.stdout is not None
@@ -258,11 +257,12 @@ SLOWED_BY = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
 def compare_peers(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     names = [n for n, (_, module) in WORKERS.items()
              if module is None or importlib.util.find_spec(module)]  # fmt: skip
-    peers = [Peer(name, args) for name in names]
+    started = [Peer(name, args) for name in names]
+    peers = [p for p in started if p.ready]
     for turn in range(args.rounds):
         for peer in peers[turn % len(peers) :] + peers[: turn % len(peers)]:
             peer.run(args.chunk)
-    for peer in peers:
+    for peer in started:
         peer.close()
     ours = statistics.median(peers[0].seconds)
     rows = {}
@@ -275,6 +275,9 @@ def compare_peers(args: argparse.Namespace) -> dict[str, dict[str, float]]:
               f"{median / ours:11.2f}x")  # fmt: skip
     for name in [n for n in WORKERS if n not in names]:
         print(f"{name:24}  not installed")
+    for peer in started:
+        if not peer.ready:  # such as a wheel for other processors
+            print(f"{peer.name:24}  did not start, exit code {peer.process.returncode}")
     return rows
 
 
