@@ -109,7 +109,7 @@ class LeafBindings:
         by = advance_of(self.program, n)
         if by is None:
             return put
-        self.carried[n] = CarriedInput(store, put, by)
+        self.carried[n] = CarriedInput(put, by)
         return self.carried[n].feed
 
     def refill(self) -> None:

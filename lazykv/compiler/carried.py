@@ -10,7 +10,6 @@ from lazykv.ops.elementwise import AddScalar
 from lazykv.ops.sources import Placeholder
 from lazykv.ops.write import WriteSlice
 from lazykv.spec import Spec
-from lazykv.storage import Storage
 
 
 class CarriedInput:
@@ -19,23 +18,21 @@ class CarriedInput:
     `value` is what its memory is known to hold, None after a pass that failed or before the first.
     """
 
-    __slots__ = ("_put", "_store", "_version", "by", "value")
+    __slots__ = ("_put", "by", "value")
 
-    def __init__(self, store: Storage, put: Callable[[HostArray], object], by: int) -> None:
-        self._store = store
+    def __init__(self, put: Callable[[HostArray], object], by: int) -> None:
         self._put = put
-        self._version = store.version
         self.by = by
         self.value: int | None = None
 
     def feed(self, array: HostArray) -> None:
-        """Copy a value in, unless the last pass left that very value and nobody wrote since: a
-        pass moves no version of the plan's own buffers, so any other write shows."""
+        """Copy a value in, unless the last pass left that very value: nobody else has the plan's
+        own buffers."""
         value = int(array)
-        if value != self.value or self._store.version != self._version:
+        if value != self.value:
             self.value = None
             self._put(array)
-            self.value, self._version = value, self._store.version
+            self.value = value
 
     def begin(self) -> int | None:
         """What the pass will leave, to be put back into `value` once it has run."""

@@ -194,9 +194,9 @@ class Plan:
             )
         return store
 
-    def input_storage(self, tensor: Tensor) -> Storage:
-        """The plan's own buffer for a placeholder that takes arrays, bound to it."""
-        return self._bound.input_storage(self._bound.position[tensor])
+    def take_arrays(self, tensor: Tensor) -> None:
+        """Bind a placeholder to a buffer of the plan's own, for arrays to come."""
+        self._bound.input_storage(self._bound.position[tensor])
 
     def feeder(self, tensor: Tensor) -> Callable[[HostArray], object]:
         """What copies an array in raw dtype into the plan's own buffer for a placeholder.

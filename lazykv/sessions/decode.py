@@ -106,7 +106,7 @@ class DecodeSession:
                 )
         for t in bound.values():
             if t in plan.leaves:
-                plan.input_storage(t)
+                plan.take_arrays(t)
         plan.resolve()
         owned = {t for pair in kv_nodes for t in pair or () if t is not None}
         lent = [t for t in from_ctx if t not in owned and t in plan.leaves]

@@ -106,7 +106,7 @@ def test_a_copy_that_fails_at_once_leaves_no_value_behind():
         if len(given) == 2:
             raise KernelError("scripted")
 
-    carried = CarriedInput(lk.Storage.from_array(np.array(0)), put, 1)
+    carried = CarriedInput(put, 1)
     carried.feed(np.array(3))
     carried.value = carried.begin()
     carried.feed(np.array(4))
